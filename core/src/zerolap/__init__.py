@@ -1,0 +1,26 @@
+"""Sharded optimizers for data-parallel training, overlapped with backward, on any backend of torch.distributed."""
+
+from zerolap.adapter import Adapter, Capabilities, Pending, find_adapter, installed_adapters
+from zerolap.errors import AdapterNotFoundError, CollectiveError, IllegalEventError, ZerolapError
+from zerolap.hooks import hook_with_zero_step, hook_with_zero_step_interleaved
+from zerolap.lane import Lane, ThreadLane
+from zerolap.optimizer import ZeroRedundancyOptimizer
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Adapter",
+    "AdapterNotFoundError",
+    "Capabilities",
+    "CollectiveError",
+    "IllegalEventError",
+    "Lane",
+    "Pending",
+    "ThreadLane",
+    "ZeroRedundancyOptimizer",
+    "ZerolapError",
+    "find_adapter",
+    "hook_with_zero_step",
+    "hook_with_zero_step_interleaved",
+    "installed_adapters",
+]

@@ -1,0 +1,143 @@
+"""The adapter contract: what a backend must offer and say of itself, and where adapters are found. No backend is named."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zerolap.errors import AdapterNotFoundError, CollectiveError
+from zerolap.lane import Lane
+from zerolap.plan import GroupRank
+
+logger = logging.getLogger(__name__)
+
+ENTRY_POINT_GROUP = "zerolap.adapters"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """Facts about a backend. A fact decides what core does; a vendor's name never does."""
+
+    futures_complete_at_enqueue: bool
+    """A work's future is done once the work is queued on a stream; waiting for it makes a stream wait, not the host."""
+
+    exact_cut: int
+    """Stepping a slice of a parameter is bitwise the slice of stepping it whole if every cut is a multiple of this many
+    elements from the parameter's start."""
+
+
+class Pending:
+    """A collective under way. Keeps its tensors alive, and knows how to call itself when it fails."""
+
+    __slots__ = ("_what", "_work", "tensors")
+
+    def __init__(self, work: dist.Work | None, *, tensors: tuple[Tensor, ...], what: str) -> None:
+        self._work = work
+        # Held until waited for: freed earlier, the allocator may hand the memory to the next bucket while it is on the wire.
+        self.tensors = tensors
+        self._what = what
+
+    def wait(self) -> None:
+        """Return when the tensors may be read and written by the caller; CollectiveError if it failed or timed out."""
+        if self._work is None:
+            return
+        try:
+            self._work.wait()
+        except Exception as error:
+            raise CollectiveError(f"{self._what} failed: {error}") from error
+        self._work, self.tensors = None, ()
+
+
+class Adapter(ABC):
+    """What core needs of a backend. Under ten verbs; most come with this class.
+
+    Collectives are started by one thread per group, in the same order on every rank, on contiguous tensors.
+    """
+
+    name: ClassVar[str]
+    device_type: ClassVar[str]
+    capabilities: ClassVar[Capabilities]
+
+    @abstractmethod
+    def is_available(self) -> bool:
+        """Whether this process can use the device; never raises."""
+
+    @abstractmethod
+    def lane(self, name: str) -> Lane:
+        """A new ordered place to run shard updates and start collectives."""
+
+    @abstractmethod
+    def open_group(self, like: dist.ProcessGroup, *, name: str) -> dist.ProcessGroup:
+        """A group of our own over the ranks of ``like``, in their order; all of them call it with the same unique name.
+
+        Ranks outside ``like`` take no part, and dropping the last reference closes it.
+        """
+
+    def device(self, local_rank: int) -> torch.device:
+        """The device that a process with this local rank trains on."""
+        return torch.device(self.device_type, local_rank)
+
+    def synchronize(self) -> None:
+        """Wait until the device has done everything given to it."""
+        torch.accelerator.synchronize()
+
+    def timeout(self, group: dist.ProcessGroup) -> timedelta:
+        """How long a collective of this group may take."""
+        # torch has no public reader for it; the setter is public.
+        timeout: timedelta = group._get_backend(torch.device(self.device_type)).options._timeout
+        return timeout
+
+    def all_reduce(self, tensor: Tensor, *, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup, what: str) -> Pending:
+        """Reduce ``tensor`` over the group, in place."""
+        return Pending(group.allreduce(tensor, op=op), tensors=(tensor,), what=what)
+
+    def broadcast(self, tensor: Tensor, *, src: GroupRank, group: dist.ProcessGroup, what: str) -> Pending:
+        """Copy ``tensor`` from the group's rank ``src`` to all others, in place."""
+        return Pending(group.broadcast(tensor, root=src), tensors=(tensor,), what=what)
+
+
+@cache
+def _load(entry_point: importlib.metadata.EntryPoint) -> type[Adapter] | Exception:
+    """Load a plug-in once. One that is broken must not break the others: its error is kept for whoever asks for it."""
+    try:
+        loaded = entry_point.load()
+        if not (isinstance(loaded, type) and issubclass(loaded, Adapter)):
+            raise TypeError(f"entry point {entry_point.value!r} is not a subclass of zerolap.Adapter")
+    except Exception as error:
+        logger.warning("zerolap adapter %r cannot be loaded: %s", entry_point.name, error)
+        return error
+    return loaded
+
+
+def installed_adapters() -> dict[str, type[Adapter] | Exception]:
+    """Every registered adapter by name; for one that cannot be loaded, the error."""
+    return {ep.name: _load(ep) for ep in sorted(importlib.metadata.entry_points(group=ENTRY_POINT_GROUP))}
+
+
+def find_adapter(device_type: str) -> Adapter:
+    """The adapter for a device type; AdapterNotFoundError says what is installed and what to do."""
+    installed = installed_adapters()
+    for name, adapter in installed.items():
+        if isinstance(adapter, type) and adapter.device_type == device_type:
+            found = adapter()
+            if not found.is_available():
+                raise AdapterNotFoundError(f"adapter {name!r} is installed for {device_type!r}, but finds no such device")
+            return found
+    described = ", ".join(
+        f"{name} (broken: {adapter})" if isinstance(adapter, Exception) else f"{name} ({adapter.device_type})"
+        for name, adapter in installed.items()
+    )
+    raise AdapterNotFoundError(
+        f"no zerolap adapter for device type {device_type!r}; installed: {described or 'none'}. "
+        f"Install the adapter package for this device (pip install zerolap-{device_type}-<backend>; "
+        "the README's adapter table has the names), or move the parameters to a device that has one"
+    )

@@ -1,0 +1,139 @@
+"""Plain data and optimizer states between ranks. Nothing a peer sends is ever executed: JSON, or tensors by weights_only."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zerolap.errors import CollectiveError, ZerolapError
+from zerolap.plan import GroupRank
+
+State = dict[str, Any]  # one parameter's optimizer state, as torch.optim keeps it
+
+# Collectives here are methods of the group, not functions of torch.distributed: those know registered groups only, and
+# hide what went wrong on another behind an error of their own.
+_CHUNK_BYTES = 256 * 2**20  # one message; some transports take no more than 2**31 bytes at a time
+
+
+def all_gather_json(value: object, *, group: dist.ProcessGroup, what: str) -> list[Any]:
+    """Every rank's ``value``, in rank order."""
+    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    device = torch.device(dist.distributed_c10d._get_object_coll_device(group))
+    try:
+        sizes = _all_gather(torch.tensor([data.numel()], device=device), group)
+        longest = max(int(size.item()) for size in sizes)
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: data.numel()] = data
+        gathered = _all_gather(padded.to(device), group)
+    except Exception as error:
+        raise CollectiveError(f"rank {dist.get_rank()}: {what} failed: {error}") from error
+    return [
+        json.loads(bytes(part[: int(size.item())].cpu().tolist())) for part, size in zip(gathered, sizes, strict=True)
+    ]
+
+
+def refuse_together(check: Callable[[], object], *, group: dist.ProcessGroup, what: str) -> Any:
+    """Run ``check`` on every rank; if it raises on any, raise on all. Returns what it returned.
+
+    Without this, one rank would leave with a clear error and the others would wait for it until their timeout.
+    """
+    mine: Exception | None = None
+    result: object = None
+    try:
+        result = check()
+    except Exception as error:
+        mine = error
+    said = all_gather_json(None if mine is None else f"{type(mine).__name__}: {mine}", group=group, what=what)
+    if mine is not None:
+        raise mine
+    refusals = [f"rank {rank}: {message}" for rank, message in enumerate(said) if message is not None]
+    if refusals:
+        raise ZerolapError(f"{what} was refused on another rank. " + "; ".join(refusals))
+    return result
+
+
+def move_states(
+    states: Mapping[int, State],
+    *,
+    owners: Mapping[int, GroupRank],
+    group: dist.ProcessGroup,
+    device: torch.device,
+    what: str,
+) -> dict[int, State]:
+    """Send each parameter's state to its owner; return those this rank owns, the ones it had already as they were.
+
+    A collective. In round k a rank sends to the one k places on and receives from the one k places back, so that no rank
+    holds more than one other rank's message at a time and only owners receive anything.
+    """
+    rank, world_size = group.rank(), group.size()
+    outgoing: list[dict[int, State]] = [{} for _ in range(world_size)]
+    for index, state in states.items():
+        outgoing[owners[index]][index] = state
+    arrived = outgoing[rank]
+    try:
+        for distance in range(1, world_size):
+            to, source = GroupRank((rank + distance) % world_size), GroupRank((rank - distance) % world_size)
+            message = _pack(outgoing[to])
+            size = torch.zeros(1, dtype=torch.int64, device=device)
+            _send_and_receive(torch.tensor([message.numel()], device=device), to, size, source, group)
+            received = torch.empty(int(size.item()), dtype=torch.uint8, device=device)
+            _send_and_receive(message.to(device), to, received, source, group)
+            arrived.update(_unpack(received))
+    except ZerolapError:
+        raise
+    except Exception as error:
+        raise CollectiveError(f"rank {dist.get_rank()}: {what} failed: {error}") from error
+    return arrived
+
+
+def _all_gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    parts = [torch.empty_like(tensor) for _ in range(group.size())]
+    group.allgather(parts, tensor).wait()
+    return parts
+
+
+def _send_and_receive(out: Tensor, to: GroupRank, into: Tensor, source: GroupRank, group: dist.ProcessGroup) -> None:
+    works = [group.recv([part], source, 0) for part in into.split(_CHUNK_BYTES) if part.numel()]
+    works += [group.send([part], to, 0) for part in out.split(_CHUNK_BYTES) if part.numel()]
+    for work in works:
+        work.wait()
+
+
+def _pack(states: dict[int, State]) -> Tensor:
+    if not states:
+        return torch.empty(0, dtype=torch.uint8)
+    buffer = io.BytesIO()
+    torch.save(states, buffer)
+    return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+
+
+def _unpack(message: Tensor) -> dict[int, State]:
+    if not message.numel():
+        return {}
+    buffer = bytearray(message.numel())
+    torch.frombuffer(buffer, dtype=torch.uint8).copy_(message)
+    try:
+        states: dict[int, State] = torch.load(io.BytesIO(buffer), map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise ZerolapError(
+            "an optimizer state holds something other than tensors, numbers, strings and containers of them, "
+            f"and is not loaded from another rank: {error}"
+        ) from error
+    return states
+
+
+def copied(value: Any, *, device: torch.device | str | None = None) -> Any:
+    """A deep copy of a state, with its tensors where they are or on ``device``."""
+    if isinstance(value, Tensor):
+        return value.detach().to(device or value.device, copy=True)
+    if isinstance(value, Mapping):
+        return {key: copied(item, device=device) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(copied(item, device=device) for item in value)
+    return value

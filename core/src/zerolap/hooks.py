@@ -1,0 +1,139 @@
+"""The DDP communication hooks that update shards inside backward. They wrap any other hook, which does the reducing.
+
+Annotations are real here, not strings: DDP compares them when a hook is registered.
+"""
+
+import functools
+import inspect
+import uuid
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from zerolap.engine import Engine
+from zerolap.exchange import all_gather_json, refuse_together
+from zerolap.lane import Waiter
+from zerolap.machine import Agreement, Schedule
+from zerolap.optimizer import ZeroRedundancyOptimizer
+from zerolap.plan import Policy
+
+Hook = Callable[[Any, dist.GradBucket], Future[Tensor]]
+
+# These never wait inside a future's callback, so any number of their reductions may be under way at once.
+_NEVER_WAIT_IN_CALLBACKS = (
+    default_hooks.allreduce_hook,
+    default_hooks.fp16_compress_hook,
+    default_hooks.bf16_compress_hook,
+)
+
+
+def hook_with_zero_step(
+    hook: Hook, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, shard_buckets: bool = False
+) -> Hook:
+    """``hook``, and the optimizer's update once the last gradient is computed, while reductions are outstanding.
+
+    Made by all ranks of DDP's group together, after the optimizer, and given to ``ddp.register_comm_hook``. Each bucket
+    is owned by one rank, or with ``shard_buckets`` by several. Prefer it where communication is slow.
+    """
+    return _overlapped(hook, ddp, zero, schedule=Schedule.AFTER_BACKWARD, shard_buckets=shard_buckets)
+
+
+def hook_with_zero_step_interleaved(
+    hook: Hook, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, shard_buckets: bool = False
+) -> Hook:
+    """``hook``, and each bucket's update as soon as it is reduced, while backward computes the next gradients.
+
+    Made and used like the hook of ``hook_with_zero_step``. Prefer it where communication is fast.
+    """
+    return _overlapped(hook, ddp, zero, schedule=Schedule.INTERLEAVED, shard_buckets=shard_buckets)
+
+
+def _overlapped(
+    hook: Hook, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, *, schedule: Schedule, shard_buckets: bool
+) -> Hook:
+    if not zero._overlap_with_ddp:
+        raise ValueError("construct ZeroRedundancyOptimizer with overlap_with_ddp=True to use it with this hook")
+    if zero._engine is not None:
+        raise ValueError("a hook was already made for this optimizer; one optimizer overlaps with one DDP")
+    refuse_together(lambda: _check(ddp, zero), group=zero.process_group, what="making a hook with a ZeRO step")
+
+    adapter = zero._adapter
+    assert adapter is not None, "an optimizer under overlap has an adapter"
+    policy = Policy.BY_PARAMETER if shard_buckets else Policy.WHOLE_BUCKET
+    settings = [schedule.value, policy.value, ddp.find_unused_parameters, ddp.static_graph]
+    said = all_gather_json([uuid.uuid4().hex, settings], group=zero.process_group, what="comparing hooks between ranks")
+    for rank, (_, theirs) in enumerate(said):
+        if theirs != said[0][1]:
+            raise ValueError(f"the hooks of group ranks 0 and {rank} differ: {said[0][1]} and {theirs}")
+
+    group = adapter.open_group(zero.process_group, name=f"zerolap-{said[0][0]}")
+    # Connections are made by the first collective of a group: now, not in the first backward.
+    all_gather_json(None, group=group, what="connecting the optimizer's own group")
+    engine = zero._engine = Engine(
+        zero._book,
+        adapter=adapter,
+        group=group,
+        schedule=schedule,
+        policy=policy,
+        agreement=_agreement(ddp),
+        on_update=zero._on_update,
+    )
+    # A hook that waits for a second collective in the callback of the first blocks the backend's worker; with all
+    # workers blocked that way nothing moves again. One such reduction at a time always leaves a worker free.
+    one_by_one = not adapter.capabilities.futures_complete_at_enqueue and hook not in _NEVER_WAIT_IN_CALLBACKS
+    reduce_lane = adapter.lane("reduce") if one_by_one else None
+    timeout = adapter.timeout(zero.process_group).total_seconds()
+    takes_group = next(iter(inspect.signature(hook).parameters), None) == "process_group"
+    settings_of = functools.partial(_agreement, weakref.proxy(ddp))
+    process_group, agreement = ddp.process_group, _agreement(ddp)
+
+    def hook_with_zero_step(state: Any, bucket: dist.GradBucket) -> Future[Tensor]:
+        if settings_of() is not agreement:
+            raise RuntimeError("DDP's static_graph was changed after the hook was made; set it before")
+        # torch's own hooks take no state to mean all ranks, even where DDP spans only some.
+        state = process_group if state is None and takes_group else state
+        if reduce_lane is None:
+            return engine.on_bucket(bucket, lambda: hook(state, bucket))
+        return engine.on_bucket(bucket, lambda: reduce_lane.submit(lambda: Waiter(hook(state, bucket)).wait(timeout)))
+
+    return hook_with_zero_step
+
+
+def _agreement(ddp: DistributedDataParallel) -> Agreement:
+    if ddp.static_graph:
+        return Agreement.PER_LAYOUT
+    return Agreement.ALWAYS if ddp.find_unused_parameters else Agreement.NEVER
+
+
+def _check(ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer) -> None:
+    """Refuse, with what to do instead, every combination whose numbers could not be right."""
+    if not isinstance(ddp, DistributedDataParallel):
+        raise TypeError(f"ddp must be a DistributedDataParallel, got {type(ddp).__name__}")
+    ranks, zero_ranks = (dist.get_process_group_ranks(g) for g in (ddp.process_group, zero.process_group))
+    if ranks != zero_ranks:
+        raise ValueError(
+            f"DDP works on ranks {ranks}, the optimizer on {zero_ranks}; give both the same process_group"
+        )
+    if ddp.mixed_precision is not None:
+        raise ValueError("DDP's mixed_precision swaps parameters during backward; use torch.autocast instead")
+    if ddp.skip_all_reduce_unused_params:
+        raise ValueError("skip_all_reduce_unused_params=True hides buckets from hooks; leave it False")
+    if ddp._use_python_reducer:
+        raise ValueError("DDP's Python reducer (compiled autograd) does not run hooks in backward; use the default one")
+    if any(isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse for m in ddp.module.modules()):
+        raise ValueError("sparse gradients cannot be updated inside backward; use sparse=False")
+    reduced = {p for name, p in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore}
+    strangers = [i for i, p in enumerate(zero._all_params) if p.requires_grad and p not in reduced]
+    if strangers:
+        raise ValueError(
+            f"trainable parameters {strangers[:10]} of the optimizer ({len(strangers)} in all) are not reduced by this DDP; "
+            "make the optimizer from ddp.parameters() of the same DDP"
+        )
+    if any(hasattr(p, "_in_backward_optimizers") for p in zero._all_params):
+        raise ValueError("a parameter has another optimizer applied in backward; use one or the other")

@@ -1,0 +1,100 @@
+"""Lanes: ordered places to run things beside the training thread. Nothing here knows what is run."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch.futures import Future
+
+T = TypeVar("T")
+
+
+class Lane(Protocol):
+    """Runs what it is given, one after the other, in the order given.
+
+    After a failure a lane runs nothing more: whatever is queued, or comes later, fails with the first error. A future it
+    returns can be handed to DDP: waiting for it lets the waiting stream (device) or thread (host) see the result.
+    """
+
+    def submit(self, fn: Callable[[], T]) -> Future[T]: ...
+
+    def close(self) -> None: ...
+
+
+class _Job(NamedTuple):
+    fn: Callable[[], object]
+    outcome: Future[object]
+
+
+class _Failure(NamedTuple):
+    error: BaseException
+
+
+def _unwrap(outcome: Future[object]) -> object:
+    value = outcome.value()
+    if isinstance(value, _Failure):
+        raise value.error
+    return value
+
+
+class ThreadLane:
+    """A lane for devices without streams: one progress thread.
+
+    The thread is a daemon, so that a process whose training loop has raised can end while the lane still waits for a
+    peer, and it holds no reference to the lane, so that a lane nobody can submit to any more ends by itself.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        # An elementwise kernel splits its work by thread count, and rounds differently at each split's end: a lane that
+        # used another count than the training thread would not be bitwise equal to a plain step().
+        threading.Thread(
+            target=_run_lane, args=(self._jobs, torch.get_num_threads()), name=f"zerolap-{name}", daemon=True
+        ).start()
+        self._close = weakref.finalize(self, self._jobs.put, None)
+
+    def submit(self, fn: Callable[[], T]) -> Future[T]:
+        job = _Job(fn, Future())
+        # Only an error raised in a callback is one that C++ sees, and DDP waits in C++: set_exception() would hand it the
+        # exception object as if it were a gradient.
+        promise: Future[T] = job.outcome.then(_unwrap)
+        self._jobs.put(job)
+        return promise
+
+    def close(self) -> None:
+        """End the thread once what is queued has run. Harmless when called twice."""
+        self._close()
+
+
+def _run_lane(jobs: queue.SimpleQueue[_Job | None], num_threads: int) -> None:
+    torch.set_num_threads(num_threads)
+    failure: _Failure | None = None
+    with torch.no_grad():
+        while (job := jobs.get()) is not None:
+            if failure is None:
+                try:
+                    value = job.fn()
+                except BaseException as error:  # handed on to whoever waits: a thread has no caller to raise to
+                    failure = _Failure(error)
+            job.outcome.set_result(failure or value)
+            del job  # the next get() may block for long: keep no buffers alive meanwhile
+
+
+class Waiter(Generic[T]):
+    """Waits for a future with a time limit, which futures themselves do not have."""
+
+    def __init__(self, future: Future[T]) -> None:
+        self._future = future
+        self._done = threading.Event()
+        future.add_done_callback(lambda _: self._done.set())
+
+    def wait(self, timeout: float) -> T:
+        """Return the future's value or raise its error; TimeoutError after ``timeout`` seconds."""
+        if not self._done.wait(timeout):
+            raise TimeoutError(f"not done after {timeout:.0f} s")
+        return self._future.wait()

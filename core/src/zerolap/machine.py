@@ -1,0 +1,243 @@
+"""The overlap machine: events in, actions out. No tensors, no torch, no threads, no waiting.
+
+Theory of operation
+-------------------
+DDP hands its gradient buckets to a hook in bucket order, once per synchronised backward. Which parameters lie in which
+bucket is its *layout*; DDP changes it once or never, between two backwards. A shard can be updated while backward still
+runs only if its bucket's place in the layout is known beforehand, so the machine has two ways through a backward:
+
+* a layout not seen yet is **recorded**: buckets are reduced as they come, and behind the last one everything is updated;
+* a layout already planned for is **overlapped**: a bucket is updated when the schedule says so.
+
+Both apply every update, the first backward's included, and both emit the same collectives in the same order:
+``REDUCE 0..n-1`` on DDP's own group, ``AGREE i, GATHER i`` for ``i = 0..n-1`` on the optimizer's. That is the law that
+makes deadlock impossible when some ranks record while others overlap (a rank that has joined early always records).
+
+The names UNINITIALIZED, DDP_HAS_REBUILT_BUCKETS and INITIALIZED mean what they mean in torch's ``_OverlapStatus``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+from zerolap.errors import IllegalEventError
+
+
+class Schedule(Enum):
+    """When a bucket whose layout is known is updated."""
+
+    INTERLEAVED = "interleaved"  # as soon as it is reduced, inside backward
+    AFTER_BACKWARD = "after_backward"  # once the last bucket is computed, while reductions are outstanding
+
+
+class Agreement(Enum):
+    """How often the ranks must agree on which parameters were used by any of them."""
+
+    NEVER = auto()  # DDP insists that every parameter is used
+    PER_LAYOUT = auto()  # the graph is static: once for each layout
+    ALWAYS = auto()  # DDP looks for unused parameters in every forward
+
+
+class Phase(Enum):
+    """Where the machine stands between two events."""
+
+    UNINITIALIZED = auto()  # at the start: no layout has been seen whole
+    DDP_HAS_REBUILT_BUCKETS = auto()  # a bucket of a layout not known arrived: it is being recorded
+    LAYOUT_SEEN = auto()  # the last of those buckets arrived: is the layout new, or the planned one again?
+    INITIALIZED = auto()  # between two backwards, with a plan that fits
+    OVERLAPPING = auto()  # inside a backward whose buckets fit the plan
+    FAILED = auto()  # something broke: the parameters of the ranks may differ, nothing may go on
+
+
+class Event(Enum):
+    """What the machine is told."""
+
+    BUCKET = auto()  # a bucket that fits the plan is ready, others follow
+    LAST_BUCKET = auto()  # the backward's last bucket is ready, and fits the plan
+    UNKNOWN_BUCKET = auto()  # a bucket that may not fit the plan is ready, others follow
+    LAST_UNKNOWN_BUCKET = auto()  # the backward's last bucket is ready, and may not fit the plan
+    LAYOUT_KEPT = auto()  # the buckets just recorded are those of the plan
+    LAYOUT_CHANGED = auto()  # the buckets just recorded need a new plan
+    STEP_CALLED = auto()  # the user called step(); the update has happened, or will, inside backward
+    FAILURE = auto()  # an action failed
+
+
+class Verb(Enum):
+    """What the machine asks for. The engine knows how."""
+
+    RECORD = auto()  # remember what this bucket holds
+    REDUCE = auto()  # start reducing this bucket's gradients
+    PLAN = auto()  # decide who owns what in the layout just recorded
+    MIGRATE = auto()  # bring every optimizer state to its new owner: a collective
+    AGREE = auto()  # find out which of this bucket's parameters any rank used: a collective
+    STEP = auto()  # update this rank's shard of this bucket
+    GATHER = auto()  # start sending this bucket's updated shards to all ranks: a collective
+    WAIT = auto()  # make sure that all parameters are back before backward returns
+
+
+class Action(NamedTuple):
+    """One thing to do, in the order emitted; ``bucket`` is None where it concerns all of them."""
+
+    verb: Verb
+    bucket: int | None = None
+
+
+class _Do(Enum):
+    """The table's shorthand for groups of actions."""
+
+    RECORD = auto()
+    REDUCE = auto()
+    PLAN = auto()  # PLAN, MIGRATE
+    UPDATE_EARLY = auto()  # AGREE, STEP, GATHER of the bucket at hand if the schedule is interleaved
+    UPDATE_REST = auto()  # AGREE, STEP, GATHER of every bucket not updated yet, in bucket order
+    WAIT = auto()
+
+
+class Transition(NamedTuple):
+    to: Phase
+    do: tuple[_Do, ...] = ()
+
+
+_RECORDED = (_Do.RECORD, _Do.REDUCE)
+
+# Every phase has a row, every legal event an entry. What is not here is illegal.
+TRANSITIONS: Final = MappingProxyType(
+    {
+        Phase.UNINITIALIZED: {
+            Event.UNKNOWN_BUCKET: Transition(Phase.DDP_HAS_REBUILT_BUCKETS, _RECORDED),
+            Event.LAST_UNKNOWN_BUCKET: Transition(Phase.LAYOUT_SEEN, _RECORDED),
+            Event.STEP_CALLED: Transition(Phase.UNINITIALIZED),
+            Event.FAILURE: Transition(Phase.FAILED),
+        },
+        Phase.DDP_HAS_REBUILT_BUCKETS: {
+            Event.UNKNOWN_BUCKET: Transition(Phase.DDP_HAS_REBUILT_BUCKETS, _RECORDED),
+            Event.LAST_UNKNOWN_BUCKET: Transition(Phase.LAYOUT_SEEN, _RECORDED),
+            Event.FAILURE: Transition(Phase.FAILED),
+        },
+        Phase.LAYOUT_SEEN: {
+            Event.LAYOUT_KEPT: Transition(Phase.INITIALIZED, (_Do.UPDATE_REST, _Do.WAIT)),
+            Event.LAYOUT_CHANGED: Transition(Phase.INITIALIZED, (_Do.PLAN, _Do.UPDATE_REST, _Do.WAIT)),
+            Event.FAILURE: Transition(Phase.FAILED),
+        },
+        Phase.INITIALIZED: {
+            Event.BUCKET: Transition(Phase.OVERLAPPING, (_Do.REDUCE, _Do.UPDATE_EARLY)),
+            Event.LAST_BUCKET: Transition(Phase.INITIALIZED, (_Do.REDUCE, _Do.UPDATE_REST, _Do.WAIT)),
+            Event.UNKNOWN_BUCKET: Transition(Phase.DDP_HAS_REBUILT_BUCKETS, _RECORDED),
+            Event.LAST_UNKNOWN_BUCKET: Transition(Phase.LAYOUT_SEEN, _RECORDED),
+            Event.STEP_CALLED: Transition(Phase.INITIALIZED),
+            Event.FAILURE: Transition(Phase.FAILED),
+        },
+        Phase.OVERLAPPING: {
+            Event.BUCKET: Transition(Phase.OVERLAPPING, (_Do.REDUCE, _Do.UPDATE_EARLY)),
+            Event.LAST_BUCKET: Transition(Phase.INITIALIZED, (_Do.REDUCE, _Do.UPDATE_REST, _Do.WAIT)),
+            Event.FAILURE: Transition(Phase.FAILED),
+        },
+        Phase.FAILED: {
+            Event.FAILURE: Transition(Phase.FAILED),
+        },
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Position:
+    """All that changes: the phase, and how far the backward at hand has come."""
+
+    phase: Phase = Phase.UNINITIALIZED
+    num_seen: int = 0
+    num_updated: int = 0
+
+
+class Machine:
+    """One rank's overlap machine. Feed it events in the order they happen; do what it returns in that order."""
+
+    def __init__(self, schedule: Schedule, *, agreement: Agreement = Agreement.NEVER) -> None:
+        self._schedule = schedule
+        self._agreement = agreement
+        self._at = _Position()
+
+    @property
+    def phase(self) -> Phase:
+        return self._at.phase
+
+    @property
+    def num_seen(self) -> int:
+        """How many buckets of the backward at hand have arrived."""
+        return self._at.num_seen
+
+    def bucket_ready(self, index: int, *, is_last: bool, is_known: bool) -> tuple[Action, ...]:
+        """A bucket's gradients are computed. Buckets come in order, from 0 on, as DDP launches them."""
+        if index != self._at.num_seen:
+            raise IllegalEventError(
+                f"bucket {index} is ready where bucket {self._at.num_seen} was expected (phase {self.phase.name}): "
+                "the previous backward did not finish, or two backwards run at once"
+            )
+        if is_known:
+            return self._feed(Event.LAST_BUCKET if is_last else Event.BUCKET, index)
+        return self._feed(Event.LAST_UNKNOWN_BUCKET if is_last else Event.UNKNOWN_BUCKET, index)
+
+    def layout_seen(self, *, is_changed: bool) -> tuple[Action, ...]:
+        """All buckets of a recorded backward are there, and were compared with the plan's layout."""
+        return self._feed(Event.LAYOUT_CHANGED if is_changed else Event.LAYOUT_KEPT)
+
+    def step_called(self) -> tuple[Action, ...]:
+        """The user called step() between two backwards."""
+        return self._feed(Event.STEP_CALLED)
+
+    def failed(self) -> None:
+        """An action failed, here or on the way; only a new machine can go on."""
+        self._feed(Event.FAILURE)
+
+    def _feed(self, event: Event, index: int | None = None) -> tuple[Action, ...]:
+        transition = TRANSITIONS[self._at.phase].get(event)
+        if transition is None:
+            legal = ", ".join(e.name for e in TRANSITIONS[self._at.phase])
+            raise IllegalEventError(f"{event.name} is illegal in phase {self._at.phase.name}; legal: {legal}")
+        num_seen = self._at.num_seen + (index is not None)
+        actions, num_updated = self._expand(transition.do, event, num_seen)
+        if transition.to is Phase.INITIALIZED:
+            num_seen = num_updated = 0  # the backward is over, the next one starts from bucket 0
+        self._at = _Position(phase=transition.to, num_seen=num_seen, num_updated=num_updated)
+        return actions
+
+    def _expand(self, do: tuple[_Do, ...], event: Event, num_seen: int) -> tuple[tuple[Action, ...], int]:
+        this = num_seen - 1
+        updated = self._at.num_updated
+        agrees = self._agreement is Agreement.ALWAYS or (
+            self._agreement is Agreement.PER_LAYOUT and event is Event.LAYOUT_CHANGED
+        )
+        actions: list[Action] = []
+        for what in do:
+            match what:
+                case _Do.RECORD:
+                    actions.append(Action(Verb.RECORD, this))
+                case _Do.REDUCE:
+                    actions.append(Action(Verb.REDUCE, this))
+                case _Do.PLAN:
+                    actions += (Action(Verb.PLAN), Action(Verb.MIGRATE))
+                case _Do.UPDATE_EARLY | _Do.UPDATE_REST:
+                    if what is _Do.UPDATE_EARLY and self._schedule is not Schedule.INTERLEAVED:
+                        continue
+                    for bucket in range(updated, num_seen):
+                        if agrees:
+                            actions.append(Action(Verb.AGREE, bucket))
+                        actions += (Action(Verb.STEP, bucket), Action(Verb.GATHER, bucket))
+                    updated = num_seen
+                case _Do.WAIT:
+                    actions.append(Action(Verb.WAIT))
+        return tuple(actions), updated
+
+
+def to_mermaid() -> str:
+    """Draw the table as a Mermaid state diagram."""
+    lines = ["stateDiagram-v2", f"    [*] --> {Phase.UNINITIALIZED.name}"]
+    for phase, row in TRANSITIONS.items():
+        for event, transition in row.items():
+            if event is Event.FAILURE and transition.to is Phase.FAILED:
+                continue  # legal everywhere: said once below the diagram, not drawn six times
+            does = ", ".join(d.name.lower() for d in transition.do)
+            lines.append(f"    {phase.name} --> {transition.to.name}: {event.name}" + (f" / {does}" if does else ""))
+    return "\n".join(lines) + "\n"

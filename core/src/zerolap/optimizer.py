@@ -1,0 +1,402 @@
+"""ZeroRedundancyOptimizer: the surface users see, in torch's words. Sharding, overlap and exchange happen elsewhere."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.optim import LBFGS, Optimizer, SparseAdam
+
+from zerolap.adapter import Adapter, find_adapter
+from zerolap.errors import CollectiveError, ZerolapError
+from zerolap.exchange import State, all_gather_json, copied, move_states, refuse_together
+from zerolap.plan import GlobalRank, GroupRank
+from zerolap.shards import FlatParams, ParamGroup, ShardBook, options_of
+
+if TYPE_CHECKING:
+    from zerolap.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+
+class LocalView(NamedTuple):
+    """What this rank holds under overlap, by model parameter: the part of ``.optim`` that people look at."""
+
+    param_groups: list[ParamGroup]
+    state: Mapping[Tensor, State]
+
+
+class _StepJoinHook(JoinHook):
+    """Shadows the step of ranks that still have inputs. Gradients must have been set by an earlier hook."""
+
+    def __init__(self, zero: ZeroRedundancyOptimizer) -> None:
+        self._zero = zero
+
+    def main_hook(self) -> None:
+        self._zero.step()
+
+
+class ZeroRedundancyOptimizer(Optimizer, Joinable):
+    """Any ``torch.optim`` class with its state sharded over the ranks of ``process_group``.
+
+    Every rank keeps the state of its own parameters only, updates those, and receives the others. The result is that of
+    the plain optimizer on every rank.
+
+    Without overlap, ``step()`` does all of this. With ``overlap_with_ddp=True`` it happens inside DDP's backward, from the
+    first one on, once a hook made by ``hook_with_zero_step`` or ``hook_with_zero_step_interleaved`` is registered;
+    ``step()`` may then be left out. ``parameters_as_bucket_view`` keeps each rank's parameters in one buffer, which is sent
+    as a whole; under overlap that is always so, bucket by bucket.
+
+    Made by all ranks of the group together: the constructor compares their parameters.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        optimizer_class: type[Optimizer],
+        process_group: dist.ProcessGroup | None = None,
+        parameters_as_bucket_view: bool = False,
+        overlap_with_ddp: bool = False,
+        **defaults: Any,
+    ) -> None:
+        group = process_group if process_group is not None else dist.group.WORLD
+        if group is None:
+            raise ValueError("torch.distributed is not initialized; call init_process_group() first")
+        self.process_group: dist.ProcessGroup = group
+        self.world_size: int = group.size()
+        self.rank: GroupRank = GroupRank(group.rank())
+        self.global_rank: GlobalRank = GlobalRank(dist.get_rank())
+        self.parameters_as_bucket_view = parameters_as_bucket_view
+        self.initialized = False
+        self._overlap_with_ddp = overlap_with_ddp
+        self._engine: Engine | None = None
+        self._adapter: Adapter | None = None
+        self._flats: list[tuple[GroupRank, FlatParams]] = []
+        self._consolidated: dict[int, State] | None = None
+
+        def construct() -> None:
+            groups = _as_groups(params)
+            _check_optimizer_class(optimizer_class)
+            _check_params([param for g in groups for param in g["params"]], overlap=overlap_with_ddp)
+            Optimizer.__init__(self, groups, defaults)
+            Joinable.__init__(self)
+            if overlap_with_ddp:
+                self._adapter = find_adapter(self._all_params[0].device.type)
+            self._book = ShardBook(
+                groups=lambda: self.param_groups,
+                factory=lambda groups: optimizer_class(groups, **defaults),
+                rank=self.rank,
+                world_size=self.world_size,
+            )
+            self._book.own_greedily()
+            self._expose_options()
+
+        refuse_together(construct, group=group, what="constructing ZeroRedundancyOptimizer")
+        self._compare_with_other_ranks()
+        if overlap_with_ddp and parameters_as_bucket_view:
+            logger.warning("parameters_as_bucket_view=True has no effect under overlap: there it is always so")
+        self._build_flats()
+        self.initialized = True
+
+    # --- what the user calls ------------------------------------------------------------------------------------------
+
+    @property
+    def optim(self) -> Any:
+        """This rank's optimizer; once updates are overlapped, a view of its groups and states by model parameter."""
+        if self._engine is None or not self._engine.has_seen_buckets:
+            return self._book.locals[0].optimizer
+        params, owners = self._all_params, self._book.owners
+        mine = {params[i] for i, owner in owners.items() if owner == self.rank}
+        groups = [{**g, "params": [p for p in g["params"] if p in mine]} for g in self.param_groups]
+        return LocalView(groups, MappingProxyType({params[i]: state for i, state in self._book.states().items()}))
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:  # type: ignore[override]
+        """Update this rank's parameters and bring all of them to all ranks; under overlap, see that backward did it."""
+        if self._overlap_with_ddp:
+            return self._step_under_overlap(closure, kwargs)
+        Join.notify_join_context(self)
+        (local,) = self._book.locals
+        local.take_options([options_of(group) for group in self.param_groups])
+        optimizer = local.optimizer
+        loss = optimizer.step(**kwargs) if closure is None else optimizer.step(closure=closure, **kwargs)
+        self._expose_options()
+        self._sync_params()
+        return loss
+
+    def add_param_group(self, param_group: ParamGroup) -> None:
+        """Add a group, on all ranks; each gets a share of it. Under overlap it counts from the next backward on."""
+        if not getattr(self, "initialized", False):  # called by torch's constructor
+            super().add_param_group(param_group)
+            return
+
+        def add() -> None:
+            (group,) = _as_groups([param_group])
+            _check_params([*self._all_params, *group["params"]], overlap=self._overlap_with_ddp)
+            Optimizer.add_param_group(self, group)
+            self._book.add_last_group()
+            self._expose_options()
+
+        refuse_together(add, group=self.process_group, what="add_param_group()")
+        self._compare_with_other_ranks()
+        self._build_flats()
+        if self._engine is not None:
+            self._engine.forget_layout()
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Collect the whole state on group rank ``to``, for its ``state_dict()``. Called by all ranks; only ``to`` receives."""
+        if not 0 <= to < self.world_size:
+            raise ValueError(f"consolidate_state_dict(to={to}): the group has ranks 0 to {self.world_size - 1}")
+        mine = self._book.states()
+        moved = move_states(
+            mine,
+            owners=dict.fromkeys(mine, GroupRank(to)),
+            group=self.process_group,
+            device=self._default_device,
+            what=f"consolidating optimizer state to group rank {to}",
+        )
+        if self.rank == to:
+            # Our own states would change under the snapshot's feet with the next step.
+            self._consolidated = {i: copied(state, device="cpu") if i in mine else state for i, state in moved.items()}
+        else:
+            self._consolidated = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole state as last consolidated to this rank, in the form of the plain optimizer's."""
+        if self._consolidated is None:
+            raise RuntimeError(
+                f"the optimizer state was not consolidated to this rank; call consolidate_state_dict(to={self.rank}) "
+                "on all ranks first"
+            )
+        packed = super().state_dict()
+        packed["state"] = {index: dict(state) for index, state in sorted(self._consolidated.items())}
+        return packed
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take this rank's part of a whole state: ours, torch's ZeroRedundancyOptimizer's or the plain optimizer's.
+
+        The given dict is left as it is, and nothing we do later shows in it.
+        """
+        num_params = len(self._all_params)
+        strangers = [index for index in state_dict["state"] if index not in range(num_params)]
+        if strangers:
+            raise ValueError(f"the state dict has states for parameters {strangers}; there are {num_params} parameters")
+        # torch's own checks, hooks and rules for the groups; the states are ours to place.
+        super().load_state_dict({**state_dict, "state": {}})
+        mine = {
+            index: copied(state)
+            for index, state in state_dict["state"].items()
+            if state is not None and self._book.owners[index] == self.rank
+        }
+        options = [options_of(group) for group in self.param_groups]
+        for local in self._book.locals:
+            local.clear_states()
+            local.take_options(copy.deepcopy(options))
+        self._book.load(mine)
+        self._expose_options()  # options that an older state dict did not have yet
+
+    # --- Join ---------------------------------------------------------------------------------------------------------
+
+    def join_hook(self, **_kwargs: Any) -> JoinHook:
+        """Shadow ``step()`` for ranks that have run out of inputs; under overlap DDP's own join hook does all of it."""
+        return JoinHook() if self._overlap_with_ddp else _StepJoinHook(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        return self._default_device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        return self.process_group
+
+    # --- ours ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def _all_params(self) -> list[Tensor]:
+        return [param for group in self.param_groups for param in group["params"]]
+
+    @property
+    def _default_device(self) -> torch.device:
+        return self._all_params[0].device
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """torch.amp.GradScaler asks this before it steps an optimizer."""
+        if self._overlap_with_ddp:
+            raise RuntimeError(
+                "a GradScaler cannot work with updates inside backward: they have used the scaled gradients already; "
+                "construct the optimizer with overlap_with_ddp=False to scale losses"
+            )
+        return False
+
+    def _step_under_overlap(self, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
+        if self._engine is None:
+            raise RuntimeError(
+                "overlap_with_ddp=True, but no hook was made for this optimizer; call ddp.register_comm_hook(state, "
+                "zerolap.hook_with_zero_step(hook, ddp, optimizer)) before training"
+            )
+        if kwargs:
+            raise TypeError(f"step() takes no options under overlap, where updates happen in backward: {sorted(kwargs)}")
+        if self._join_config.enable and self._join_config.is_first_joinable:
+            raise RuntimeError("under overlap give DDP to Join before the optimizer: Join([ddp, optimizer])")
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._engine.step_called()
+        if not self._engine.has_seen_buckets and any(param.grad is not None for param in self._all_params):
+            raise RuntimeError(
+                "there are gradients, but DDP has not called the hook made for this optimizer; "
+                "register it by ddp.register_comm_hook(state, hook)"
+            )
+        return loss
+
+    def _on_update(self) -> None:
+        self._opt_called = True  # LR schedulers warn if step() was not called; backward was this optimizer's step
+
+    def _expose_options(self) -> None:
+        for exposed, options in zip(self.param_groups, self._book.locals[0].options(), strict=True):
+            exposed.update(options)
+
+    def _build_flats(self) -> None:
+        """Keep what each rank owns in one buffer per device and dtype."""
+        if not self.parameters_as_bucket_view or self._overlap_with_ddp:
+            return
+        buckets: dict[tuple[GroupRank, torch.device, torch.dtype], list[Tensor]] = {}
+        for param, owner in zip(self._all_params, self._book.greedy().values(), strict=True):
+            buckets.setdefault((owner, param.device, param.dtype), []).append(param)
+        self._flats = [(owner, FlatParams(params)) for (owner, _, _), params in buckets.items()]
+
+    def _sync_params(self) -> None:
+        """Send each rank's parameters to all others, frozen ones too: one frozen after backward is still updated."""
+        if self.world_size == 1:
+            return
+        owned: Iterable[tuple[GroupRank, Tensor]]
+        if self.parameters_as_bucket_view:
+            if not all(flat.is_intact() for _, flat in self._flats):
+                self._build_flats()  # the model was moved or its parameters replaced
+            owned = [(owner, flat.buffer) for owner, flat in self._flats]
+        else:
+            params = self._all_params
+            owned = [(owner, params[index].detach()) for index, owner in self._book.owners.items()]
+        try:
+            sent = [
+                (self.process_group.broadcast(wire := memory.contiguous(), root=owner), wire, memory)
+                for owner, memory in owned
+                if memory.numel()
+            ]
+            for work, wire, memory in sent:
+                work.wait()
+                if wire is not memory:
+                    memory.copy_(wire)
+        except Exception as error:
+            raise CollectiveError(f"rank {self.global_rank}: broadcast of updated parameters failed: {error}") from error
+
+    def _compare_with_other_ranks(self) -> None:
+        described = [
+            [[list(param.shape), str(param.dtype), param.requires_grad] for param in group["params"]]
+            for group in self.param_groups
+        ]
+        digest = hashlib.sha256(json.dumps(described).encode()).hexdigest()
+        what = "comparing the optimizer's parameters between ranks"
+        if len(set(all_gather_json(digest, group=self.process_group, what=what))) == 1:
+            return
+        theirs = all_gather_json(described, group=self.process_group, what=what)
+        for rank, other in enumerate(theirs):
+            difference = _first_difference(theirs[0], other)
+            if difference:
+                raise ValueError(f"the optimizer's parameters differ between group ranks 0 and {rank}: {difference}")
+        raise ZerolapError("the ranks' parameters have different digests but equal descriptions")
+
+
+def _as_groups(params: Any) -> list[ParamGroup]:
+    """The caller's parameters as param groups of lists, with torch's exception types for what they cannot be."""
+    if isinstance(params, Tensor):
+        raise TypeError("params must be an iterable of tensors or dicts, not a tensor")
+    try:
+        given = list(params)
+    except TypeError as error:
+        raise TypeError(f"params must be an iterable of tensors or dicts, not {type(params).__name__}") from error
+    if not given:
+        raise ValueError("ZeroRedundancyOptimizer got an empty parameter list")
+    if all(isinstance(item, Tensor) for item in given):
+        return [{"params": given}]
+    if not all(isinstance(item, dict) for item in given):
+        kinds = ", ".join(sorted({type(item).__name__ for item in given}))
+        raise TypeError(f"params must hold tensors only or dicts only, got {kinds}")
+    groups = []
+    for group in given:
+        if "params" not in group:
+            raise ValueError(f"a param group needs a 'params' entry, got {sorted(group)}")
+        tensors = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+        if not all(isinstance(item, Tensor) for item in tensors):
+            raise TypeError("a param group's 'params' must hold tensors only")
+        groups.append({**group, "params": tensors})
+    if not any(group["params"] for group in groups):
+        raise ValueError("ZeroRedundancyOptimizer got param groups without parameters")
+    return groups
+
+
+def _check_optimizer_class(optimizer_class: Any) -> None:
+    if not callable(optimizer_class) or (isinstance(optimizer_class, type) and not issubclass(optimizer_class, Optimizer)):
+        raise ValueError(f"optimizer_class must be a torch.optim.Optimizer subclass, got {optimizer_class!r}")
+    if isinstance(optimizer_class, type) and issubclass(optimizer_class, LBFGS):
+        raise ValueError("LBFGS cannot be sharded: its update of one parameter depends on all gradients")
+    if isinstance(optimizer_class, type) and issubclass(optimizer_class, SparseAdam):
+        raise ValueError("SparseAdam cannot be sharded here: sparse gradients are not supported; use Adam and sparse=False")
+
+
+def _check_params(params: list[Tensor], *, overlap: bool) -> None:
+    if len({id(param) for param in params}) != len(params):
+        raise ValueError("a parameter is listed twice; give each parameter to the optimizer once")
+    for param in params:
+        if param.layout is not torch.strided:
+            raise ValueError(f"only dense parameters can be sharded, got one of layout {param.layout}")
+        if not param.is_leaf:
+            raise ValueError("can't optimize a non-leaf tensor: give the optimizer the parameters themselves")
+        if param.device.type == "meta":
+            raise ValueError("a parameter is on the meta device and has no memory; materialize the model first")
+    kinds = {torch.typename(param) for param in params}
+    if len(kinds) > 1:
+        raise ValueError(f"all parameters must be of one dense type, got {', '.join(sorted(kinds))}")
+    if not overlap:
+        return
+    devices = {str(param.device) for param in params}
+    if len(devices) > 1:
+        raise ValueError(
+            f"overlap needs all parameters on one device per rank, got {', '.join(sorted(devices))}; "
+            "use overlap_with_ddp=False for a model on several devices"
+        )
+    memory = sorted(
+        (param.untyped_storage().data_ptr(), param.storage_offset() * param.element_size(), param.nbytes)
+        for param in params
+        if param.numel()
+    )
+    for (storage, start, size), (other, next_start, _) in zip(memory, memory[1:], strict=False):
+        if storage == other and next_start < start + size:
+            raise ValueError("two parameters share memory; tie weights by using one parameter twice instead")
+
+
+def _first_difference(ours: list[Any], theirs: list[Any]) -> str | None:
+    if len(ours) != len(theirs):
+        return f"{len(ours)} and {len(theirs)} param groups"
+    for place, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        if len(a) != len(b):
+            return f"group {place} has {len(a)} and {len(b)} parameters"
+        for index, (mine, other) in enumerate(zip(a, b, strict=True)):
+            if mine != other:
+                return f"parameter {index} of group {place} is {_describe(mine)} and {_describe(other)}"
+    return None
+
+
+def _describe(entry: list[Any]) -> str:
+    shape, dtype, requires_grad = entry
+    return f"{tuple(shape)} {dtype}{'' if requires_grad else ' frozen'}"
