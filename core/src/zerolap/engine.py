@@ -286,7 +286,7 @@ class Engine:
             return
         assert self._plan is not None
         first = 0
-        for owner, pieces in self._plan.buckets[index]:
+        for owner, pieces in self._plan.buckets[index].segments():
             part = flat.slice(first, first + len(pieces))
             first += len(pieces)
             if part.numel():
@@ -320,9 +320,10 @@ class Engine:
         rest = {i: params[i] for i, owner in owners.items() if owner == book.rank and i not in inside}
         book.owners, book.locals = owners, [book.make_local(rest)]  # what has no gradients keeps its state
         self._installed = []
-        for recorded, segments in zip(self._layout, self._plan.buckets, strict=True):
+        for recorded, planned in zip(self._layout, self._plan.buckets, strict=True):
             flat = FlatParams(recorded.params) if recorded.params else None
-            shard = book.make_bucket_shard(dict(zip(recorded.indices, recorded.params, strict=True)), segments=segments)
+            held = dict(zip(recorded.indices, recorded.params, strict=True))
+            shard = book.make_bucket_shard(held, owned=planned.owned_by(book.rank))
             self._installed.append(_Installed(flat=flat, shard=shard))
             if shard is not None:
                 book.locals.append(shard.local)

@@ -13,10 +13,12 @@ All are linear in the parameters and logarithmic in the ranks, and the same inpu
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple, NewType
+from itertools import accumulate
+from typing import NamedTuple, NewType, Protocol
 
 GroupRank = NewType("GroupRank", int)  # a rank's place in the process group the optimizer is sharded over
 GlobalRank = NewType("GlobalRank", int)  # a rank's place in the whole job
@@ -54,31 +56,94 @@ class Segment(NamedTuple):
 Layout = tuple[tuple[Slot, ...], ...]  # buckets in the order DDP reduces them
 
 
+class BucketPlan(Protocol):
+    """Who owns what of one bucket. Segments are in bucket order, cover it and do not overlap."""
+
+    def segments(self) -> tuple[Segment, ...]: ...
+
+    def owned_by(self, rank: GroupRank) -> tuple[Piece, ...]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class WholeParams:
+    """A bucket cut between parameters, or not at all."""
+
+    _segments: tuple[Segment, ...]
+
+    def segments(self) -> tuple[Segment, ...]:
+        return self._segments
+
+    def owned_by(self, rank: GroupRank) -> tuple[Piece, ...]:
+        return tuple(piece for segment in self._segments if segment.owner == rank for piece in segment.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class EqualRanges:
+    """A bucket cut into one range per rank, each end at the allowed cut nearest to its equal share.
+
+    Nothing is spelled out before it is asked for: a rank needs its own range, not those of 4095 others.
+    """
+
+    _slots: Sequence[Slot]
+    _starts: Sequence[int]  # of each slot, and the bucket's total
+    _world_size: int
+    _cut: int
+
+    def segments(self) -> tuple[Segment, ...]:
+        ranks = (GroupRank(rank) for rank in range(self._world_size))
+        return tuple(Segment(rank, pieces) for rank in ranks if (pieces := self.owned_by(rank)))
+
+    def owned_by(self, rank: GroupRank) -> tuple[Piece, ...]:
+        first, last = self._end(rank), self._end(rank + 1)
+        pieces = []
+        for place in range(bisect_right(self._starts, first) - 1, len(self._slots)):
+            start, (param, numel) = self._starts[place], self._slots[place]
+            if start >= last:
+                break
+            if first < start + numel:
+                pieces.append(Piece(param, max(first - start, 0), min(last - start, numel)))
+        if rank == 0:  # parameters of no elements lie in no range, but an optimizer may keep a step count for them
+            pieces += [Piece(slot.param, 0, 0) for slot in self._slots if slot.numel == 0]
+        return tuple(pieces)
+
+    def _end(self, num_ranks: int) -> int:
+        """Where the first ``num_ranks`` ranges end."""
+        total = self._starts[-1]
+        ideal = num_ranks * total // self._world_size
+        if ideal == total:
+            return total
+        place = bisect_right(self._starts, ideal) - 1
+        inside = (ideal - self._starts[place] + self._cut // 2) // self._cut * self._cut
+        return self._starts[place] + min(inside, self._slots[place].numel)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Who owns what. Segments of a bucket are in bucket order, cover it and do not overlap."""
+    """Who owns what, bucket by bucket."""
 
     policy: Policy
     world_size: int
-    buckets: tuple[tuple[Segment, ...], ...]
+    buckets: tuple[BucketPlan, ...]
 
     def owner_of_whole_params(self) -> dict[int, GroupRank]:
         """Parameter index to owner, for policies that never cut a parameter."""
         assert self.policy is not Policy.BY_ELEMENT, "a parameter cut by element has several owners"
-        return {piece.param: segment.owner for bucket in self.buckets for segment in bucket for piece in segment.pieces}
+        segments = (segment for bucket in self.buckets for segment in bucket.segments())
+        return {piece.param: segment.owner for segment in segments for piece in segment.pieces}
 
 
 def make_plan(layout: Layout, *, world_size: int, policy: Policy, cut: int = 1) -> Plan:
     """Decide who owns what in ``layout``; ``by_element`` cuts a parameter only at multiples of ``cut`` from its start."""
     if world_size < 1 or cut < 1:
         raise ValueError(f"world_size and cut must be at least 1, got {world_size} and {cut}")
+    buckets: tuple[BucketPlan, ...]
     match policy:
         case Policy.WHOLE_BUCKET:
-            buckets = tuple(_whole(bucket, GroupRank(i % world_size)) for i, bucket in enumerate(layout))
+            buckets = tuple(WholeParams(_whole(bucket, GroupRank(i % world_size))) for i, bucket in enumerate(layout))
         case Policy.BY_PARAMETER:
-            buckets = _by_parameter(layout, world_size)
+            buckets = tuple(WholeParams(segments) for segments in _by_parameter(layout, world_size))
         case Policy.BY_ELEMENT:
-            buckets = tuple(_by_element(bucket, world_size, cut) for bucket in layout)
+            buckets = tuple(EqualRanges(bucket, _starts(bucket), world_size, cut) for bucket in layout)
     return Plan(policy=policy, world_size=world_size, buckets=buckets)
 
 
@@ -138,28 +203,5 @@ def _runs_below(bucket: Sequence[Slot], threshold: float) -> list[Sequence[Slot]
     return runs
 
 
-def _by_element(bucket: Sequence[Slot], world_size: int, cut: int) -> tuple[Segment, ...]:
-    """Walk the slots once; close rank r's segment at the allowed cut nearest to (r + 1) / n of the bucket."""
-    total = sum(slot.numel for slot in bucket)
-    segments: list[Segment] = []
-    pieces: list[Piece] = []
-    rank = 0
-    base = 0  # where the slot at hand starts in the bucket
-    for slot in bucket:
-        start = 0
-        while rank < world_size - 1:
-            ideal = (rank + 1) * total // world_size - base
-            if ideal >= slot.numel:
-                break
-            stop = max(start, min((ideal + cut // 2) // cut * cut, slot.numel))
-            if stop > start:
-                pieces.append(Piece(slot.param, start, stop))
-            if pieces:
-                segments.append(Segment(GroupRank(rank), tuple(pieces)))
-            pieces, start, rank = [], stop, rank + 1
-        if start < slot.numel or slot.numel == 0:
-            pieces.append(Piece(slot.param, start, slot.numel))
-        base += slot.numel
-    if pieces:
-        segments.append(Segment(GroupRank(rank), tuple(pieces)))
-    return tuple(segments)
+def _starts(bucket: Sequence[Slot]) -> list[int]:
+    return list(accumulate((slot.numel for slot in bucket), initial=0))

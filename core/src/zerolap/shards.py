@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zerolap.exchange import State
-from zerolap.plan import GroupRank, Segment, greedy_owners
+from zerolap.plan import GroupRank, Piece, greedy_owners
 
 ParamGroup = dict[str, Any]
 Options = dict[str, Any]  # a param group without its parameters
@@ -203,9 +203,9 @@ class ShardBook:
         for local in self.locals:  # every optimizer has every group
             local.add_group(options_of(last), added if local is self.locals[0] else {})
 
-    def make_bucket_shard(self, params: Mapping[int, Tensor], *, segments: Sequence[Segment]) -> BucketShard | None:
+    def make_bucket_shard(self, params: Mapping[int, Tensor], *, owned: Sequence[Piece]) -> BucketShard | None:
         """This rank's shard of a bucket that holds ``params``, in this order; None if it owns none of it."""
-        mine = {piece.param for segment in segments if segment.owner == self.rank for piece in segment.pieces}
+        mine = {piece.param for piece in owned}
         if not mine:
             return None
         stand_ins = {index: stand_in_for(param) for index, param in params.items() if index in mine}

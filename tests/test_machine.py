@@ -1,0 +1,202 @@
+"""The overlap machine, without a process group: every (phase, event) pair, and the law that makes deadlock impossible."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import product
+
+import pytest
+
+from zerolap.errors import IllegalEventError
+from zerolap.machine import TRANSITIONS, Action, Agreement, Event, Machine, Phase, Schedule, Verb
+
+COLLECTIVES = {Verb.REDUCE, Verb.MIGRATE, Verb.AGREE, Verb.GATHER}
+
+
+def known(machine: Machine, index: int, *, is_last: bool = False) -> tuple[Action, ...]:
+    return machine.bucket_ready(index, is_last=is_last, is_known=True)
+
+
+def unknown(machine: Machine, index: int, *, is_last: bool = False) -> tuple[Action, ...]:
+    return machine.bucket_ready(index, is_last=is_last, is_known=False)
+
+
+def _to_failed(machine: Machine) -> None:
+    machine.failed()
+
+
+def _to_recording(machine: Machine) -> None:
+    unknown(machine, 0)
+
+
+def _to_layout_seen(machine: Machine) -> None:
+    unknown(machine, 0)
+    unknown(machine, 1, is_last=True)
+
+
+def _to_initialized(machine: Machine) -> None:
+    _to_layout_seen(machine)
+    machine.layout_seen(is_changed=True)
+
+
+def _to_overlapping(machine: Machine) -> None:
+    _to_initialized(machine)
+    known(machine, 0)
+
+
+REACH: dict[Phase, Callable[[Machine], None]] = {
+    Phase.UNINITIALIZED: lambda machine: None,
+    Phase.DDP_HAS_REBUILT_BUCKETS: _to_recording,
+    Phase.LAYOUT_SEEN: _to_layout_seen,
+    Phase.INITIALIZED: _to_initialized,
+    Phase.OVERLAPPING: _to_overlapping,
+    Phase.FAILED: _to_failed,
+}
+
+FEED: dict[Event, Callable[[Machine], object]] = {
+    Event.BUCKET: lambda m: known(m, m.num_seen),
+    Event.LAST_BUCKET: lambda m: known(m, m.num_seen, is_last=True),
+    Event.UNKNOWN_BUCKET: lambda m: unknown(m, m.num_seen),
+    Event.LAST_UNKNOWN_BUCKET: lambda m: unknown(m, m.num_seen, is_last=True),
+    Event.LAYOUT_KEPT: lambda m: m.layout_seen(is_changed=False),
+    Event.LAYOUT_CHANGED: lambda m: m.layout_seen(is_changed=True),
+    Event.STEP_CALLED: lambda m: m.step_called(),
+    Event.FAILURE: lambda m: m.failed(),
+}
+
+
+def test_every_phase_has_a_row_and_can_be_reached() -> None:
+    assert set(TRANSITIONS) == set(Phase) == set(REACH)
+    assert {t.to for row in TRANSITIONS.values() for t in row.values()} | {Phase.UNINITIALIZED} == set(Phase)
+
+
+@pytest.mark.parametrize(("phase", "event"), list(product(Phase, Event)))
+def test_every_event_in_every_phase_follows_the_table_or_changes_nothing(phase: Phase, event: Event) -> None:
+    machine = Machine(Schedule.INTERLEAVED)
+    REACH[phase](machine)
+    assert machine.phase is phase
+    seen = machine.num_seen
+    if event in TRANSITIONS[phase]:
+        FEED[event](machine)
+        assert machine.phase is TRANSITIONS[phase][event].to
+    else:
+        with pytest.raises(IllegalEventError, match=f"{event.name} is illegal in phase {phase.name}"):
+            FEED[event](machine)
+        assert (machine.phase, machine.num_seen) == (phase, seen)
+
+
+@pytest.mark.parametrize("phase", Phase)
+def test_a_bucket_out_of_order_is_refused_and_changes_nothing(phase: Phase) -> None:
+    machine = Machine(Schedule.INTERLEAVED)
+    REACH[phase](machine)
+    seen = machine.num_seen
+    for index, is_last, is_known in product({0, 1, 2, 3} - {seen}, (False, True), (False, True)):
+        with pytest.raises(IllegalEventError, match=f"bucket {index} is ready where bucket {seen} was expected"):
+            machine.bucket_ready(index, is_last=is_last, is_known=is_known)
+        assert (machine.phase, machine.num_seen) == (phase, seen)
+
+
+def test_interleaved_updates_a_bucket_as_soon_as_it_comes() -> None:
+    machine = Machine(Schedule.INTERLEAVED)
+    _to_initialized(machine)
+    assert known(machine, 0) == (Action(Verb.REDUCE, 0), Action(Verb.STEP, 0), Action(Verb.GATHER, 0))
+    assert known(machine, 1, is_last=True) == (
+        Action(Verb.REDUCE, 1),
+        Action(Verb.STEP, 1),
+        Action(Verb.GATHER, 1),
+        Action(Verb.WAIT),
+    )
+
+
+def test_after_backward_updates_everything_behind_the_last_bucket() -> None:
+    machine = Machine(Schedule.AFTER_BACKWARD)
+    _to_initialized(machine)
+    assert known(machine, 0) == (Action(Verb.REDUCE, 0),)
+    assert [a.verb for a in known(machine, 1, is_last=True)] == [
+        Verb.REDUCE,
+        Verb.STEP,
+        Verb.GATHER,
+        Verb.STEP,
+        Verb.GATHER,
+        Verb.WAIT,
+    ]
+
+
+@pytest.mark.parametrize("schedule", Schedule)
+def test_the_first_backward_is_updated_too(schedule: Schedule) -> None:
+    machine = Machine(schedule)
+    _to_layout_seen(machine)
+    assert machine.layout_seen(is_changed=True) == (
+        Action(Verb.PLAN),
+        Action(Verb.MIGRATE),
+        Action(Verb.STEP, 0),
+        Action(Verb.GATHER, 0),
+        Action(Verb.STEP, 1),
+        Action(Verb.GATHER, 1),
+        Action(Verb.WAIT),
+    )
+
+
+def _backward(machine: Machine, *, num_buckets: int, is_known: bool, is_changed: bool) -> list[Action]:
+    """One backward as DDP makes it: every bucket in order, known or not as a whole."""
+    actions: list[Action] = []
+    for index in range(num_buckets):
+        actions += machine.bucket_ready(index, is_last=index == num_buckets - 1, is_known=is_known)
+    if machine.phase is Phase.LAYOUT_SEEN:
+        actions += machine.layout_seen(is_changed=is_changed)
+    return actions
+
+
+def _histories(num_ranks: int, num_backwards: int) -> Iterator[list[tuple[bool, tuple[bool, ...]]]]:
+    """Everything that can happen: DDP changes the layout for all ranks or for none; while it is kept, any rank may still
+    meet unknown buffers (one that joined early does), the others their known ones."""
+    kept = [(False, mask) for mask in product((False, True), repeat=num_ranks)]
+    changed = [(True, (False,) * num_ranks)]
+    for later in product(kept + changed, repeat=num_backwards - 1):
+        yield [*changed, *later]
+
+
+@pytest.mark.parametrize("schedule", Schedule)
+@pytest.mark.parametrize("agreement", Agreement)
+@pytest.mark.parametrize("num_buckets", [1, 2, 5])
+def test_all_ranks_emit_the_same_collectives_whatever_happens(
+    schedule: Schedule, agreement: Agreement, num_buckets: int
+) -> None:
+    num_ranks = 3
+    for history in _histories(num_ranks, num_backwards=4):
+        machines = [Machine(schedule, agreement=agreement) for _ in range(num_ranks)]
+        for is_changed, masks in history:
+            emitted = [
+                _backward(machine, num_buckets=num_buckets, is_known=is_known, is_changed=is_changed)
+                for machine, is_known in zip(machines, masks, strict=True)
+            ]
+            # Reductions are on DDP's group, the others on the optimizer's: each group's order must agree.
+            for group in ({Verb.REDUCE}, COLLECTIVES - {Verb.REDUCE}):
+                sequences = [[a for a in actions if a.verb in group] for actions in emitted]
+                assert all(sequence == sequences[0] for sequence in sequences), history
+            for actions in emitted:  # and every bucket is reduced, stepped and gathered once, in this order
+                for index in range(num_buckets):
+                    of_bucket = [a.verb for a in actions if a.bucket == index and a.verb is not Verb.RECORD]
+                    assert [v for v in of_bucket if v is not Verb.AGREE] == [Verb.REDUCE, Verb.STEP, Verb.GATHER]
+                assert actions[-1] == Action(Verb.WAIT)
+
+
+@pytest.mark.parametrize(
+    ("agreement", "expected"), [(Agreement.NEVER, [0, 0, 0]), (Agreement.PER_LAYOUT, [2, 0, 0]), (Agreement.ALWAYS, [2, 2, 2])]
+)
+def test_ranks_agree_on_used_parameters_as_often_as_the_graph_can_change(
+    agreement: Agreement, expected: list[int]
+) -> None:
+    machine = Machine(Schedule.INTERLEAVED, agreement=agreement)
+    counts = []
+    for is_known in (False, True, False):
+        actions = _backward(machine, num_buckets=2, is_known=is_known, is_changed=not counts)
+        counts.append(sum(a.verb is Verb.AGREE for a in actions))
+    assert counts == expected
+
+
+def test_step_between_backwards_asks_for_nothing() -> None:
+    machine = Machine(Schedule.INTERLEAVED)
+    assert machine.step_called() == ()
+    _to_initialized(machine)
+    assert machine.step_called() == ()

@@ -1,0 +1,71 @@
+"""The oracle, and what is compared with it: small models trained side by side with DDP + plain optimizer and zerolap."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim import Optimizer
+
+import zerolap
+
+HOOK_MAKERS = (zerolap.hook_with_zero_step, zerolap.hook_with_zero_step_interleaved)
+
+SMALL_BUCKETS = 0.004  # MB: several buckets even for the small models here
+
+
+class Mlp(nn.Module):
+    """Four layers of odd sizes; inputs of width 13."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        widths = [13, 40, 37, 50, 3]
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(widths, widths[1:], strict=False))
+        self.to(dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def overlapped(
+    ddp: DDP,
+    params: Any,
+    optimizer_class: type[Optimizer],
+    *,
+    hook_maker: Callable[..., Any] = zerolap.hook_with_zero_step_interleaved,
+    hook: Callable[..., Any] = allreduce_hook,
+    state: Any = None,
+    shard_buckets: bool = False,
+    process_group: Any = None,
+    **defaults: Any,
+) -> zerolap.ZeroRedundancyOptimizer:
+    """A sharded optimizer whose hook is registered on ``ddp``."""
+    zero = zerolap.ZeroRedundancyOptimizer(
+        params, optimizer_class, process_group=process_group, overlap_with_ddp=True, **defaults
+    )
+    ddp.register_comm_hook(state, hook_maker(hook, ddp, zero, shard_buckets=shard_buckets))
+    return zero
+
+
+def batches(num: int, shape: tuple[int, ...] = (5, 13), dtype: torch.dtype = torch.float32) -> Iterator[Tensor]:
+    """Different data on every rank and in every iteration, the same in every run."""
+    for i in range(num):
+        generator = torch.Generator().manual_seed(1000 * i + dist.get_rank())
+        yield torch.randn(shape, generator=generator).to(dtype)
+
+
+def backward(ddp: nn.Module, x: Tensor) -> None:
+    ddp(x).float().square().sum().backward()
+
+
+def assert_same_params(ours: nn.Module, oracle: nn.Module, what: object = "") -> None:
+    """Bitwise: element-wise optimizers do the same arithmetic in the same order on a shard as on the whole."""
+    for (name, a), (_, b) in zip(ours.named_parameters(), oracle.named_parameters(), strict=True):
+        assert torch.equal(a, b), f"{what}: {name} differs by up to {(a.double() - b.double()).abs().max():.3g}"
