@@ -182,7 +182,8 @@ def test_all_ranks_emit_the_same_collectives_whatever_happens(
 
 
 @pytest.mark.parametrize(
-    ("agreement", "expected"), [(Agreement.NEVER, [0, 0, 0]), (Agreement.PER_LAYOUT, [2, 0, 0]), (Agreement.ALWAYS, [2, 2, 2])]
+    ("agreement", "expected"),
+    [(Agreement.NEVER, [0, 0, 0]), (Agreement.PER_LAYOUT, [2, 0, 0]), (Agreement.ALWAYS, [2, 2, 2])],
 )
 def test_ranks_agree_on_used_parameters_as_often_as_the_graph_can_change(
     agreement: Agreement, expected: list[int]

@@ -6,8 +6,9 @@ from itertools import product
 
 import pytest
 import torch
-from ranks import run_ranks
 from torch.nn.parallel import DistributedDataParallel as DDP
+
+from ranks import run_ranks
 from training import HOOK_MAKERS, SMALL_BUCKETS, Mlp, assert_same_params, backward, batches, overlapped
 
 OPTIMIZERS = (
@@ -30,9 +31,7 @@ def _sweep() -> int:
             )
         oracle, ours = models
         plain = cls(oracle.parameters(), **defaults)
-        zero = overlapped(
-            ours, ours.parameters(), cls, hook_maker=hook_maker, shard_buckets=shard_buckets, **defaults
-        )
+        zero = overlapped(ours, ours.parameters(), cls, hook_maker=hook_maker, shard_buckets=shard_buckets, **defaults)
         for i, x in enumerate(batches(6)):
             plain.zero_grad()
             backward(oracle, x)

@@ -1,8 +1,9 @@
-"""The oracle, and what is compared with it: small models trained side by side with DDP + plain optimizer and zerolap."""
+"""The oracle, and what is compared with it: small models trained with DDP + the plain optimizer, and with zerolap."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ class Mlp(nn.Module):
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         widths = [13, 40, 37, 50, 3]
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(widths, widths[1:], strict=False))
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
         self.to(dtype)
 
     def forward(self, x: Tensor) -> Tensor:

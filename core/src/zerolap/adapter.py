@@ -96,7 +96,9 @@ class Adapter(ABC):
         timeout: timedelta = group._get_backend(torch.device(self.device_type)).options._timeout
         return timeout
 
-    def all_reduce(self, tensor: Tensor, *, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup, what: str) -> Pending:
+    def all_reduce(
+        self, tensor: Tensor, *, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup, what: str
+    ) -> Pending:
         """Reduce ``tensor`` over the group, in place."""
         return Pending(group.allreduce(tensor, op=op), tensors=(tensor,), what=what)
 
@@ -130,7 +132,9 @@ def find_adapter(device_type: str) -> Adapter:
         if isinstance(adapter, type) and adapter.device_type == device_type:
             found = adapter()
             if not found.is_available():
-                raise AdapterNotFoundError(f"adapter {name!r} is installed for {device_type!r}, but finds no such device")
+                raise AdapterNotFoundError(
+                    f"adapter {name!r} is installed for {device_type!r}, but finds no such device"
+                )
             return found
     described = ", ".join(
         f"{name} (broken: {adapter})" if isinstance(adapter, Exception) else f"{name} ({adapter.device_type})"

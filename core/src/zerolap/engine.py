@@ -17,12 +17,22 @@ from torch import Tensor
 from torch.futures import Future
 
 from zerolap.adapter import Adapter, Pending
-from zerolap.errors import CollectiveError, ZerolapError
+from zerolap.errors import CollectiveError, IllegalEventError, ZerolapError
 from zerolap.exchange import move_states
 from zerolap.lane import Waiter
 from zerolap.machine import Action, Agreement, Machine, Phase, Schedule, Verb
 from zerolap.plan import Plan, Policy, Slot, make_plan
-from zerolap.shards import BucketShard, FlatParams, GradSlot, Options, ShardBook, options_of
+from zerolap.shards import (
+    BucketShard,
+    FlatParams,
+    GradSlot,
+    LocalOptimizer,
+    Options,
+    ShardBook,
+    options_of,
+    stand_in_for,
+    strides_in_bucket,
+)
 
 # A collective's own timeout says more than ours, so it gets this much longer to speak first.
 _GRACE_SECONDS = 5.0
@@ -44,7 +54,7 @@ class _Arrival:
     """A bucket of the backward at hand. ``reduced`` is set by the lane once the reduction is done."""
 
     recorded: _Recorded
-    reduction: Waiter[Tensor | list[Tensor]]
+    reduction: Waiter[Tensor]
     used: list[bool] | None
     reduced: Tensor | None = None
 
@@ -97,7 +107,7 @@ class Engine:
         # Written by the lane only.
         self._installed: list[_Installed] = []
         self._options: list[Options] | None = None
-        self._stepped: BucketShard | None = None
+        self._stepped: LocalOptimizer | None = None
         self._pending: list[Pending] = []
 
         self._on_lane: dict[Verb, Callable[[int], None]] = {
@@ -135,7 +145,10 @@ class Engine:
     def step_called(self) -> None:
         """The user called step(): the update has happened inside backward, so there is nothing left to do."""
         self.raise_if_failed()
-        self._machine.step_called()
+        try:
+            self._machine.step_called()
+        except IllegalEventError as error:
+            raise self._fail(error, "step() after a backward that did not finish") from error
 
     def forget_layout(self) -> None:
         """Plan anew at the end of the next backward: the optimizer's parameters have changed."""
@@ -172,10 +185,15 @@ class Engine:
         buffer = bucket.buffer()
         if buffer.layout is not torch.strided:
             raise ValueError("sparse gradients cannot be updated inside backward; use sparse=False")
+        # bucket.gradients() has the right offsets, but row-by-row strides even where DDP laid a gradient out otherwise.
         held = [
-            (self._index_of[param], param, GradSlot(grad.size(), grad.stride(), grad.storage_offset() - buffer.storage_offset()))
+            (
+                index,
+                param,
+                GradSlot(param.size(), strides_in_bucket(param), grad.storage_offset() - buffer.storage_offset()),
+            )
             for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True)
-            if param in self._index_of  # DDP may reduce gradients for another optimizer, too
+            if (index := self._index_of.get(param)) is not None  # DDP may reduce for another optimizer, too
         ]
         indices, params, slots = zip(*held, strict=True) if held else ((), (), ())
         self._recording.append(_Recorded(buffer=buffer, indices=indices, params=params, slots=slots))
@@ -235,7 +253,9 @@ class Engine:
             except Exception as error:
                 where = f"{self._me}, {'all buckets' if bucket is None else f'bucket {bucket}'}, {verb.name.lower()}"
                 self._failure = (
-                    error if isinstance(error, CollectiveError) else ZerolapError(f"{where}: {type(error).__name__}: {error}")
+                    error
+                    if isinstance(error, CollectiveError)
+                    else ZerolapError(f"{where}: {type(error).__name__}: {error}")
                 )
                 raise self._failure from error
         assert result.reduced is not None, "every bucket's actions start with its reduction"
@@ -244,11 +264,11 @@ class Engine:
     def _finish_reduce(self, index: int) -> None:
         arrival = self._arrivals[index]
         try:
-            reduced = arrival.reduction.wait(self._timeout)
+            arrival.reduced = arrival.reduction.wait(self._timeout)
         except Exception as error:
-            raise CollectiveError(f"{self._me}, bucket {index}: the wrapped hook's reduction failed: {error}") from error
-        # Hooks that hand on a collective's own future give a list of one tensor.
-        arrival.reduced = reduced if isinstance(reduced, Tensor) else reduced[0]
+            raise CollectiveError(
+                f"{self._me}, bucket {index}: the wrapped hook's reduction failed: {error}"
+            ) from error
 
     def _agree(self, index: int) -> None:
         used = self._arrivals[index].used
@@ -262,16 +282,21 @@ class Engine:
 
     def _step(self, index: int) -> None:
         installed, arrival = self._installed[index], self._arrivals[index]
-        if self._options is None:
-            # Every bucket of a backward sees the same options, even if the optimizer itself changes them in its step.
-            self._options = [options_of(group) for group in self._book.groups]
         if installed.shard is None:
             return
         assert arrival.reduced is not None, "a bucket is reduced before it is stepped"
-        installed.shard.set_grads(arrival.reduced, arrival.recorded.slots, installed.used)
-        installed.shard.local.take_options(self._options)
-        installed.shard.step()
-        self._stepped = installed.shard
+        # Like DDP, take a result of another dtype: some compressing hooks return what they sent.
+        reduced = arrival.reduced.to(arrival.recorded.buffer.dtype)
+        installed.shard.set_grads(reduced, arrival.recorded.slots, installed.used)
+        self._step_local(installed.shard.local)
+
+    def _step_local(self, local: LocalOptimizer) -> None:
+        if self._options is None:
+            # Every bucket of a backward sees the same options, even if the optimizer itself changes them in its step.
+            self._options = [options_of(group) for group in self._book.groups]
+        local.take_options(self._options)
+        local.optimizer.step()
+        self._stepped = local
 
     def _start_gather(self, index: int) -> None:
         flat = self._installed[index].flat
@@ -297,13 +322,14 @@ class Engine:
         for pending in self._pending:
             pending.wait()
         self._pending.clear()
-        if self._stepped is not None and self._options is not None:
-            # What the optimizer itself changed or added shows in the exposed groups, as with a plain optimizer.
-            for exposed, before, after in zip(
-                self._book.groups, self._options, self._stepped.local.options(), strict=True
-            ):
-                exposed.update((key, value) for key, value in after.items() if before.get(key, self) is not value)
-        self._options = self._stepped = None
+        if self._options is None:
+            self._step_local(self._book.locals[0])  # nothing here is ours: step over nothing, so that counters go on
+        assert self._options is not None
+        assert self._stepped is not None
+        # What the optimizer itself changed or added shows in the exposed groups, as with a plain optimizer.
+        for exposed, before, after in zip(self._book.groups, self._options, self._stepped.options(), strict=True):
+            exposed.update((key, value) for key, value in after.items() if before.get(key, self) is not value)
+        self._options = None
         self._arrivals = []
         self._on_update()
 
@@ -317,8 +343,10 @@ class Engine:
             book.states(), owners=owners, group=self._group, device=params[0].device, what="moving optimizer states"
         )
         inside = {index for recorded in self._layout for index in recorded.indices}
-        rest = {i: params[i] for i, owner in owners.items() if owner == book.rank and i not in inside}
-        book.owners, book.locals = owners, [book.make_local(rest)]  # what has no gradients keeps its state
+        older = self._stepped or book.locals[0]
+        # What DDP does not reduce has no gradient, but keeps its state.
+        rest = {i: stand_in_for(params[i]) for i, owner in owners.items() if owner == book.rank and i not in inside}
+        book.owners, book.locals = owners, [book.make_local(rest)]
         self._installed = []
         for recorded, planned in zip(self._layout, self._plan.buckets, strict=True):
             flat = FlatParams(recorded.params) if recorded.params else None
@@ -327,4 +355,6 @@ class Engine:
             self._installed.append(_Installed(flat=flat, shard=shard))
             if shard is not None:
                 book.locals.append(shard.local)
+        for local in book.locals:
+            local.inherit(older)
         book.load(states)

@@ -117,9 +117,7 @@ def _check(ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer) -> None:
         raise TypeError(f"ddp must be a DistributedDataParallel, got {type(ddp).__name__}")
     ranks, zero_ranks = (dist.get_process_group_ranks(g) for g in (ddp.process_group, zero.process_group))
     if ranks != zero_ranks:
-        raise ValueError(
-            f"DDP works on ranks {ranks}, the optimizer on {zero_ranks}; give both the same process_group"
-        )
+        raise ValueError(f"DDP works on ranks {ranks}, the optimizer on {zero_ranks}; give both the same process_group")
     if ddp.mixed_precision is not None:
         raise ValueError("DDP's mixed_precision swaps parameters during backward; use torch.autocast instead")
     if ddp.skip_all_reduce_unused_params:

@@ -76,13 +76,16 @@ def _run_lane(jobs: queue.SimpleQueue[_Job | None], num_threads: int) -> None:
     failure: _Failure | None = None
     with torch.no_grad():
         while (job := jobs.get()) is not None:
+            outcome, value = job.outcome, None
             if failure is None:
                 try:
                     value = job.fn()
                 except BaseException as error:  # handed on to whoever waits: a thread has no caller to raise to
                     failure = _Failure(error)
-            job.outcome.set_result(failure or value)
-            del job  # the next get() may block for long: keep no buffers alive meanwhile
+            # Dropped before anyone is told: whoever is told may expect that nothing here holds on to the engine any more.
+            del job
+            outcome.set_result(failure or value)
+            del outcome, value
 
 
 class Waiter(Generic[T]):

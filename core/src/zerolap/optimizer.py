@@ -244,7 +244,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 "zerolap.hook_with_zero_step(hook, ddp, optimizer)) before training"
             )
         if kwargs:
-            raise TypeError(f"step() takes no options under overlap, where updates happen in backward: {sorted(kwargs)}")
+            raise TypeError(
+                f"step() takes no options under overlap, where updates happen in backward: {sorted(kwargs)}"
+            )
         if self._join_config.enable and self._join_config.is_first_joinable:
             raise RuntimeError("under overlap give DDP to Join before the optimizer: Join([ddp, optimizer])")
         loss = None
@@ -298,7 +300,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 if wire is not memory:
                     memory.copy_(wire)
         except Exception as error:
-            raise CollectiveError(f"rank {self.global_rank}: broadcast of updated parameters failed: {error}") from error
+            raise CollectiveError(
+                f"rank {self.global_rank}: broadcast of updated parameters failed: {error}"
+            ) from error
 
     def _compare_with_other_ranks(self) -> None:
         described = [
@@ -346,12 +350,16 @@ def _as_groups(params: Any) -> list[ParamGroup]:
 
 
 def _check_optimizer_class(optimizer_class: Any) -> None:
-    if not callable(optimizer_class) or (isinstance(optimizer_class, type) and not issubclass(optimizer_class, Optimizer)):
+    if not callable(optimizer_class) or (
+        isinstance(optimizer_class, type) and not issubclass(optimizer_class, Optimizer)
+    ):
         raise ValueError(f"optimizer_class must be a torch.optim.Optimizer subclass, got {optimizer_class!r}")
     if isinstance(optimizer_class, type) and issubclass(optimizer_class, LBFGS):
         raise ValueError("LBFGS cannot be sharded: its update of one parameter depends on all gradients")
     if isinstance(optimizer_class, type) and issubclass(optimizer_class, SparseAdam):
-        raise ValueError("SparseAdam cannot be sharded here: sparse gradients are not supported; use Adam and sparse=False")
+        raise ValueError(
+            "SparseAdam cannot be sharded here: sparse gradients are not supported; use Adam and sparse=False"
+        )
 
 
 def _check_params(params: list[Tensor], *, overlap: bool) -> None:
@@ -364,10 +372,12 @@ def _check_params(params: list[Tensor], *, overlap: bool) -> None:
             raise ValueError("can't optimize a non-leaf tensor: give the optimizer the parameters themselves")
         if param.device.type == "meta":
             raise ValueError("a parameter is on the meta device and has no memory; materialize the model first")
-    kinds = {torch.typename(param) for param in params}
-    if len(kinds) > 1:
-        raise ValueError(f"all parameters must be of one dense type, got {', '.join(sorted(kinds))}")
-    if not overlap:
+    if not overlap:  # torch's rule; under overlap DDP keeps every dtype in buckets of its own
+        kinds = {torch.typename(param) for param in params}
+        if len(kinds) > 1:
+            raise ValueError(
+                f"all parameters must be of one dense type without overlap, got {', '.join(sorted(kinds))}"
+            )
         return
     devices = {str(param.device) for param in params}
     if len(devices) > 1:

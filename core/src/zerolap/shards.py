@@ -29,6 +29,13 @@ def options_of(group: ParamGroup) -> Options:
     return {key: value for key, value in group.items() if key != "params"}
 
 
+def strides_in_bucket(param: Tensor) -> tuple[int, ...]:
+    """How a parameter, or its gradient, lies in a flat bucket. DDP's rule: one without gaps keeps its strides, so that
+    channels-last stays channels-last; any other is laid out row by row."""
+    dense = torch.empty_like(param, device="meta")  # has the parameter's own strides only if those leave no gaps
+    return dense.stride() if dense.stride() == param.stride() else dense.contiguous().stride()
+
+
 class FlatParams:
     """Some parameters of one device and dtype in one buffer; each parameter is made a view of it."""
 
@@ -41,8 +48,7 @@ class FlatParams:
             self._starts.append(self._starts[-1] + -(-param.numel() // step) * step)
         self.buffer = torch.zeros(self._starts[-1], dtype=first.dtype, device=first.device)
         self.views = [
-            # As DDP does with gradients, a dense parameter keeps its strides: channels-last stays channels-last.
-            self.buffer[start:].as_strided(param.shape, torch.empty_like(param, device="meta").stride())
+            self.buffer[start:].as_strided(param.shape, strides_in_bucket(param))
             if param.numel()
             else self.buffer.new_empty(param.shape)
             for param, start in zip(params, self._starts, strict=False)
@@ -96,10 +102,18 @@ class LocalOptimizer:
     def load(self, states: Mapping[int, State]) -> None:
         """Take over states; the optimizer's own rules decide their dtype and device."""
         packed = self.optimizer.state_dict()
-        for place, index in enumerate(self._tensors):  # an optimizer numbers its parameters in the order they were given
+        for place, index in enumerate(
+            self._tensors
+        ):  # an optimizer numbers its parameters in the order they were given
             if index in states:
                 packed["state"][place] = states[index]
         self.optimizer.load_state_dict(packed)
+
+    def inherit(self, older: LocalOptimizer) -> None:
+        """Go on counting where ``older`` was: a class may keep numbers in the instance, where no state dict has them."""
+        for name, value in vars(older.optimizer).items():
+            if isinstance(value, bool | int | float | str):
+                setattr(self.optimizer, name, value)
 
     def take_options(self, groups: Sequence[Options]) -> None:
         """Obey the options exposed to the user."""
@@ -136,9 +150,6 @@ class BucketShard:
         for place, stand_in in zip(self._places, self._stand_ins, strict=True):
             stand_in.grad = slots[place].view_of(reduced) if used is None or used[place] else None
         self._grads_of, self._used = reduced, used
-
-    def step(self) -> None:
-        self.local.optimizer.step()
 
 
 def stand_in_for(param: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+
 from zerolap import Adapter, Capabilities, Lane, ThreadLane
 
 __all__ = ["CpuGlooAdapter"]
