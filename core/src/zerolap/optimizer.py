@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from itertools import pairwise
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -365,6 +366,12 @@ def _check_optimizer_class(optimizer_class: Any) -> None:
 def _check_params(params: list[Tensor], *, overlap: bool) -> None:
     if len({id(param) for param in params}) != len(params):
         raise ValueError("a parameter is listed twice; give each parameter to the optimizer once")
+    devices = {str(param.device) for param in params}
+    if overlap and len(devices) > 1:
+        raise ValueError(
+            f"overlap needs all parameters on one device per rank, got {', '.join(sorted(devices))}; "
+            "use overlap_with_ddp=False for a model on several devices"
+        )
     for param in params:
         if param.layout is not torch.strided:
             raise ValueError(f"only dense parameters can be sharded, got one of layout {param.layout}")
@@ -379,18 +386,12 @@ def _check_params(params: list[Tensor], *, overlap: bool) -> None:
                 f"all parameters must be of one dense type without overlap, got {', '.join(sorted(kinds))}"
             )
         return
-    devices = {str(param.device) for param in params}
-    if len(devices) > 1:
-        raise ValueError(
-            f"overlap needs all parameters on one device per rank, got {', '.join(sorted(devices))}; "
-            "use overlap_with_ddp=False for a model on several devices"
-        )
     memory = sorted(
         (param.untyped_storage().data_ptr(), param.storage_offset() * param.element_size(), param.nbytes)
         for param in params
         if param.numel()
     )
-    for (storage, start, size), (other, next_start, _) in zip(memory, memory[1:], strict=False):
+    for (storage, start, size), (other, next_start, _) in pairwise(memory):
         if storage == other and next_start < start + size:
             raise ValueError("two parameters share memory; tie weights by using one parameter twice instead")
 
