@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks, try_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as DDP
-from training import HOOK_MAKERS, Mlp, backward, batches, overlapped
 
 import zerolap
+from training import HOOK_MAKERS, Mlp, backward, batches, overlapped
+from zerolap_conformance.ranks import run_ranks, try_ranks
 
 GROUP_TIMEOUT = 6.0
 
@@ -105,7 +105,7 @@ def _train(
             backward(ddp, x)
         except Exception as error:
             # The failure stays: going on is refused, with the first error named again.
-            with pytest.raises(zerolap.ZerolapError, match="failed earlier|did not finish") as again:
+            with pytest.raises(zerolap.ZerolapError, match=r"failed earlier|did not finish") as again:
                 zero.step()
             zero.zero_grad()
             raise RuntimeError(f"SURFACED[{error}] AGAIN[{again.value}]") from error

@@ -13,8 +13,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from ranks import run_ranks
 from training import HOOK_MAKERS, Mlp, assert_same_params, backward, batches, overlapped
+from zerolap_conformance.ranks import run_ranks
 
 
 def own_tensor_hook(state: Any, bucket: dist.GradBucket) -> Future[torch.Tensor]:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import zerolap
-from ranks import run_ranks
 from training import HOOK_MAKERS, Mlp, assert_same_params, backward, batches, overlapped
+from zerolap_conformance.ranks import run_ranks
 
 Iterate = Callable[[nn.Module, Any, Tensor], None]
 

@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 
 import zerolap
-from ranks import run_ranks, try_ranks
 from training import HOOK_MAKERS, Mlp, assert_same_params, backward, batches, overlapped
+from zerolap_conformance.ranks import run_ranks, try_ranks
 
 REFUSED = {"LBFGS": "cannot be sharded", "SparseAdam": "sparse gradients are not supported"}
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from ranks import run_ranks
 from training import HOOK_MAKERS, SMALL_BUCKETS, Mlp, assert_same_params, backward, batches, overlapped
+from zerolap_conformance.ranks import run_ranks
 
 OPTIMIZERS = (
     (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),

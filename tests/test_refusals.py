@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import try_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
-from training import Mlp, backward, batches, overlapped
 
 import zerolap
+from training import Mlp, backward, batches, overlapped
 from zerolap import adapter as adapter_module
+from zerolap_conformance.ranks import try_ranks
 
 Zero = zerolap.ZeroRedundancyOptimizer
 SGD = torch.optim.SGD

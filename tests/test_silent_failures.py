@@ -18,8 +18,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import zerolap
-from ranks import run_ranks, try_ranks
 from training import HOOK_MAKERS, SMALL_BUCKETS, Mlp, assert_same_params, backward, batches
+from zerolap_conformance.ranks import run_ranks, try_ranks
 
 
 class Implementation(NamedTuple):

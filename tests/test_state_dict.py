@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks, try_ranks
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer as Upstream
 from torch.nn.parallel import DistributedDataParallel as DDP
-from training import HOOK_MAKERS, Mlp, assert_same_params, backward, batches, overlapped
 
 import zerolap
+from training import HOOK_MAKERS, Mlp, assert_same_params, backward, batches, overlapped
 from zerolap.exchange import _unpack
+from zerolap_conformance.ranks import run_ranks, try_ranks
 
 KINDS = ("plain", "upstream", "zerolap", "overlap 0", "overlap 1")
 

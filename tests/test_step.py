@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer as Upstream
 from torch.nn.parallel import DistributedDataParallel as DDP
-from training import HOOK_MAKERS, Mlp, assert_same_params, backward, batches, overlapped
 
 import zerolap
+from training import HOOK_MAKERS, Mlp, assert_same_params, backward, batches, overlapped
+from zerolap_conformance.ranks import run_ranks
 
 Zero = zerolap.ZeroRedundancyOptimizer
 

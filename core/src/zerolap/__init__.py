@@ -1,6 +1,6 @@
 """Sharded optimizers for data-parallel training, overlapped with backward, on any backend of torch.distributed."""
 
-from zerolap.adapter import Adapter, Capabilities, Pending, find_adapter, installed_adapters
+from zerolap.adapter import Adapter, Capabilities, Pending, find_adapter, installed_adapters, load_adapter
 from zerolap.errors import AdapterNotFoundError, CollectiveError, IllegalEventError, ZerolapError
 from zerolap.hooks import hook_with_zero_step, hook_with_zero_step_interleaved
 from zerolap.lane import Lane, ThreadLane
@@ -23,4 +23,5 @@ __all__ = [
     "hook_with_zero_step",
     "hook_with_zero_step_interleaved",
     "installed_adapters",
+    "load_adapter",
 ]

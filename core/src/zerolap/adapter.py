@@ -1,4 +1,4 @@
-"""The adapter contract: what a backend must offer and say of itself, and where adapters are found. No backend is named."""
+"""The adapter contract: what a backend offers and says of itself, and where adapters are found. None is named here."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Pending:
 
     def __init__(self, work: dist.Work | None, *, tensors: tuple[Tensor, ...], what: str) -> None:
         self._work = work
-        # Held until waited for: freed earlier, the allocator may hand the memory to the next bucket while it is on the wire.
+        # Held until waited for: freed earlier, the allocator may hand the memory to the next bucket while it is sent.
         self.tensors = tensors
         self._what = what
 
@@ -65,6 +65,7 @@ class Adapter(ABC):
 
     name: ClassVar[str]
     device_type: ClassVar[str]
+    backend: ClassVar[str]  # what init_process_group() is told for this device
     capabilities: ClassVar[Capabilities]
 
     @abstractmethod
@@ -123,6 +124,17 @@ def _load(entry_point: importlib.metadata.EntryPoint) -> type[Adapter] | Excepti
 def installed_adapters() -> dict[str, type[Adapter] | Exception]:
     """Every registered adapter by name; for one that cannot be loaded, the error."""
     return {ep.name: _load(ep) for ep in sorted(importlib.metadata.entry_points(group=ENTRY_POINT_GROUP))}
+
+
+def load_adapter(name: str) -> Adapter:
+    """The adapter of this name; AdapterNotFoundError if there is none or it is broken."""
+    installed = installed_adapters()
+    adapter = installed.get(name)
+    if isinstance(adapter, Exception):
+        raise AdapterNotFoundError(f"adapter {name!r} is installed, but cannot be loaded: {adapter}") from adapter
+    if adapter is None:
+        raise AdapterNotFoundError(f"no adapter {name!r}; installed: {', '.join(installed) or 'none'}")
+    return adapter()
 
 
 def find_adapter(device_type: str) -> Adapter:

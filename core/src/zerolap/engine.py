@@ -14,6 +14,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
 from zerolap.adapter import Adapter, Pending
@@ -125,7 +126,7 @@ class Engine:
     def phase(self) -> Phase:
         return self._machine.phase
 
-    def on_bucket(self, bucket: dist.GradBucket, start_reduce: Callable[[], Future[Tensor]]) -> Future[Tensor]:
+    def on_bucket(self, bucket: GradBucket, start_reduce: Callable[[], Future[Tensor]]) -> Future[Tensor]:
         """Take a bucket from DDP. The future gives the reduced gradients; the last one also means that all is updated."""
         index = bucket.index()
         self.raise_if_failed()
@@ -169,7 +170,7 @@ class Engine:
 
     # --- on backward's thread -----------------------------------------------------------------------------------------
 
-    def _is_known(self, bucket: dist.GradBucket) -> bool:
+    def _is_known(self, bucket: GradBucket) -> bool:
         """Whether this is the very bucket the plan was made for; a rank that joined early gets new ones every time."""
         index = bucket.index()
         return (
@@ -178,7 +179,7 @@ class Engine:
             and bucket.buffer() is self._layout[index].buffer
         )
 
-    def _record(self, bucket: dist.GradBucket) -> None:
+    def _record(self, bucket: GradBucket) -> None:
         if bucket.index() == 0:
             self._recording = []
             self._index_of = {param: index for index, param in enumerate(self._book.params)}
@@ -190,7 +191,7 @@ class Engine:
             (
                 index,
                 param,
-                GradSlot(param.size(), strides_in_bucket(param), grad.storage_offset() - buffer.storage_offset()),
+                GradSlot(param.size(), strides_in_bucket(param), int(grad.storage_offset() - buffer.storage_offset())),
             )
             for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True)
             if (index := self._index_of.get(param)) is not None  # DDP may reduce for another optimizer, too

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -99,10 +99,14 @@ def _all_gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 
 
 def _send_and_receive(out: Tensor, to: GroupRank, into: Tensor, source: GroupRank, group: dist.ProcessGroup) -> None:
-    works = [group.recv([part], source, 0) for part in into.split(_CHUNK_BYTES) if part.numel()]
-    works += [group.send([part], to, 0) for part in out.split(_CHUNK_BYTES) if part.numel()]
+    works = [group.recv([part], source, 0) for part in _chunks(into)]
+    works += [group.send([part], to, 0) for part in _chunks(out)]
     for work in works:
         work.wait()
+
+
+def _chunks(message: Tensor) -> Sequence[Tensor]:
+    return torch.split(message, _CHUNK_BYTES) if message.numel() else ()  # an empty message need not be sent
 
 
 def _pack(states: dict[int, State]) -> Tensor:

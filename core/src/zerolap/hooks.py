@@ -3,7 +3,6 @@
 Annotations are real here, not strings: DDP compares them when a hook is registered.
 """
 
-import functools
 import inspect
 import uuid
 import weakref
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
@@ -23,7 +23,7 @@ from zerolap.machine import Agreement, Schedule
 from zerolap.optimizer import ZeroRedundancyOptimizer
 from zerolap.plan import Policy
 
-Hook = Callable[[Any, dist.GradBucket], Future[Tensor]]
+Hook = Callable[[Any, GradBucket], Future[Tensor]]
 
 # These never wait inside a future's callback, so any number of their reductions may be under way at once.
 _NEVER_WAIT_IN_CALLBACKS = (
@@ -90,11 +90,12 @@ def _overlapped(
     reduce_lane = adapter.lane("reduce") if one_by_one else None
     timeout = adapter.timeout(zero.process_group).total_seconds()
     takes_group = next(iter(inspect.signature(hook).parameters), None) == "process_group"
-    settings_of = functools.partial(_agreement, weakref.proxy(ddp))
-    process_group, agreement = ddp.process_group, _agreement(ddp)
+    process_group, agreement, ddp_ref = ddp.process_group, _agreement(ddp), weakref.ref(ddp)
 
-    def hook_with_zero_step(state: Any, bucket: dist.GradBucket) -> Future[Tensor]:
-        if settings_of() is not agreement:
+    def hook_with_zero_step(state: Any, bucket: GradBucket) -> Future[Tensor]:
+        caller = ddp_ref()
+        assert caller is not None, "a hook is called by a DDP that is alive"
+        if _agreement(caller) is not agreement:
             raise RuntimeError("DDP's static_graph was changed after the hook was made; set it before")
         # torch's own hooks take no state to mean all ranks, even where DDP spans only some.
         state = process_group if state is None and takes_group else state

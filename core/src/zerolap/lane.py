@@ -6,7 +6,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from torch.futures import Future
@@ -62,7 +62,7 @@ class ThreadLane:
         job = _Job(fn, Future())
         # Only an error raised in a callback is one that C++ sees, and DDP waits in C++: set_exception() would hand it the
         # exception object as if it were a gradient.
-        promise: Future[T] = job.outcome.then(_unwrap)
+        promise = cast(Future[T], job.outcome.then(_unwrap))
         self._jobs.put(job)
         return promise
 

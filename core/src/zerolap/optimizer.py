@@ -120,7 +120,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         groups = [{**g, "params": [p for p in g["params"] if p in mine]} for g in self.param_groups]
         return LocalView(groups, MappingProxyType({params[i]: state for i, state in self._book.states().items()}))
 
-    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Update this rank's parameters and bring all of them to all ranks; under overlap, see that backward did it."""
         if self._overlap_with_ddp:
             return self._step_under_overlap(closure, kwargs)

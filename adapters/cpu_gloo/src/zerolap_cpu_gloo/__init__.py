@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
 from zerolap import Adapter, Capabilities, Lane, ThreadLane
 
@@ -13,6 +14,7 @@ __all__ = ["CpuGlooAdapter"]
 class CpuGlooAdapter(Adapter):
     name = "cpu_gloo"
     device_type = "cpu"
+    backend = "gloo"
     capabilities = Capabilities(
         futures_complete_at_enqueue=False,  # a future is done when a worker thread has moved the bytes
         exact_cut=64,  # vector kernels and their scalar tails round differently; 64 held for every optimizer measured
@@ -27,12 +29,12 @@ class CpuGlooAdapter(Adapter):
     def open_group(self, like: dist.ProcessGroup, *, name: str) -> dist.ProcessGroup:
         # Made as torch makes them, but not registered with torch: new_group() wants every rank of the job or a count of
         # groups that is the same on all, and split_group() lost messages of its first collective.
-        store = dist.PrefixStore(name, like.get_group_store())
+        store = PrefixStore(name, like.get_group_store())
         backend = dist.ProcessGroupGloo(store, like.rank(), like.size(), self.timeout(like))
         group = dist.ProcessGroup(store, like.rank(), like.size())
         group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
-        group._set_group_name(name)
+        group._set_group_name(dist.GroupName(name))
         return group
 
     def device(self, local_rank: int) -> torch.device:

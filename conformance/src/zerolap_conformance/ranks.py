@@ -1,4 +1,4 @@
-"""Run a function on real ranks: one process each, real Gloo over loopback, with a time limit that prints all stacks."""
+"""Run a function on real ranks: one process each, on loopback, with a time limit that prints all stacks."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -21,7 +22,7 @@ import torch.distributed as dist
 
 # A fork server has torch imported and no threads started: a rank is there in milliseconds, and starts clean.
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["torch", "torch.distributed.optim", "torch.nn.parallel", "zerolap", "zerolap_cpu_gloo"])
+_SERVER.set_forkserver_preload(["torch", "torch.distributed.optim", "torch.nn.parallel", "zerolap"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,16 +43,22 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, limit: float 
 
 
 def try_ranks(
-    world_size: int, fn: Callable[..., Any], *args: Any, limit: float = 120, group_timeout: float = 60, **kwargs: Any
+    world_size: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    limit: float = 120,
+    group_timeout: float = 60,
+    backend: str = "gloo",
+    **kwargs: Any,
 ) -> list[Outcome]:
-    """Like ``run_ranks``, but hand the errors to the caller. A rank over the time limit ends with everybody's stacks."""
+    """Like ``run_ranks``, but hand the errors to the caller. A rank over the time limit ends with its stacks."""
     with tempfile.TemporaryDirectory() as folder:
         ranks = []
         for rank in range(world_size):
             ours, theirs = _SERVER.Pipe(duplex=False)
             process = _SERVER.Process(
                 target=_run_rank,
-                args=(rank, world_size, folder, limit, group_timeout, theirs, fn, args, kwargs),
+                args=(rank, world_size, folder, limit, group_timeout, backend, theirs, fn, args, kwargs),
                 daemon=True,
             )
             process.start()
@@ -62,10 +69,8 @@ def try_ranks(
         for rank, (process, connection) in enumerate(ranks):
             outcome = None
             if connection.poll(max(0.0, deadline - time.monotonic())):
-                try:
+                with suppress(EOFError):  # it died without a word: the exit code and its stderr tell below
                     outcome = connection.recv()
-                except EOFError:
-                    pass  # it died without a word: the exit code and its stderr tell below
             process.join(10)
             if process.is_alive():
                 process.kill()
@@ -81,6 +86,7 @@ def _run_rank(
     folder: str,
     limit: float,
     group_timeout: float,
+    backend: str,
     connection: Connection,
     fn: Callable[..., Any],
     args: tuple[Any, ...],
@@ -94,7 +100,7 @@ def _run_rank(
     start = time.monotonic()
     try:
         dist.init_process_group(
-            "gloo",
+            backend,
             init_method=f"file://{folder}/store",
             rank=rank,
             world_size=world_size,

@@ -1,0 +1,51 @@
+"""Build every package's wheel and fail unless it has its code, its py.typed and its licence, and needs only what it may."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = {  # folder: import name, what it may depend on
+    "core": ("zerolap", {"torch"}),
+    "adapters/cpu_gloo": ("zerolap_cpu_gloo", {"zerolap"}),
+    "conformance": ("zerolap_conformance", {"zerolap", "pytest"}),
+}
+
+
+def main() -> int:
+    problems = []
+    for folder, (name, allowed) in PACKAGES.items():
+        with tempfile.TemporaryDirectory() as target:
+            build = [
+                "-m",
+                "pip",
+                "wheel",
+                "--quiet",
+                "--disable-pip-version-check",
+                "--no-deps",
+                "--no-build-isolation",
+            ]
+            subprocess.run([sys.executable, *build, "--wheel-dir", target, str(ROOT / folder)], check=True)
+            (wheel,) = Path(target).glob("*.whl")
+            with zipfile.ZipFile(wheel) as archive:
+                files = archive.namelist()
+                (metadata,) = (file for file in files if file.endswith(".dist-info/METADATA"))
+                fields = Parser().parsestr(archive.read(metadata).decode())
+        needed = [f"{name}/__init__.py", f"{name}/py.typed"]
+        problems += [f"{wheel.name}: no {file}" for file in needed if file not in files]
+        if not any(file.endswith("licenses/LICENSE") for file in files):
+            problems.append(f"{wheel.name}: no licence")
+        for requirement in fields.get_all("Requires-Dist", []):
+            if "extra ==" not in requirement and not any(requirement.startswith(each) for each in allowed):
+                problems.append(f"{wheel.name}: depends on {requirement}")
+    print("\n".join(problems) or f"{len(PACKAGES)} wheels are complete")
+    return bool(problems)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

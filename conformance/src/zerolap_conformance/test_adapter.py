@@ -1,0 +1,124 @@
+"""Facts about the adapter, its lanes, its collectives, and overlap against the oracle. No vendor is named."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import zerolap
+from zerolap.plan import GroupRank
+from zerolap_conformance.ranks import run_ranks
+
+SIZES = (1, 2, 3, 17, 64, 1009, 100_003)
+
+
+def _device(adapter: zerolap.Adapter) -> torch.device:
+    return adapter.device(dist.get_rank())
+
+
+def _own_group(adapter: zerolap.Adapter) -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return adapter.open_group(dist.group.WORLD, name="conformance")
+
+
+def test_the_device_is_there(adapter: zerolap.Adapter) -> None:
+    assert adapter.is_available() is True
+    assert adapter.device(0).type == adapter.device_type
+
+
+def test_every_capability_is_stated(adapter: zerolap.Adapter) -> None:
+    for field in dataclasses.fields(adapter.capabilities):
+        assert getattr(adapter.capabilities, field.name) is not None, field.name
+    assert adapter.capabilities.exact_cut >= 1
+
+
+def test_a_lane_runs_in_the_order_given(adapter: zerolap.Adapter) -> None:
+    lane = adapter.lane("conformance")
+    done: list[int] = []
+    futures = [lane.submit(lambda i=i: done.append(i)) for i in range(200)]  # type: ignore[misc]
+    for future in futures:
+        future.wait()
+    lane.close()
+    assert done == list(range(200))
+
+
+def test_a_lanes_error_reaches_whoever_waits_and_stops_the_lane(adapter: zerolap.Adapter) -> None:
+    lane = adapter.lane("conformance")
+    done: list[str] = []
+
+    def fail() -> None:
+        raise ArithmeticError("deliberate")
+
+    first, second = lane.submit(fail), lane.submit(lambda: done.append("ran"))
+    for future in (first, second):
+        with pytest.raises(RuntimeError, match="deliberate"):
+            future.wait()
+    lane.close()
+    assert done == []
+
+
+def _collectives(adapter: zerolap.Adapter) -> None:
+    group, device = _own_group(adapter), _device(adapter)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.uint8):
+        pending, expected = [], []
+        for size in SIZES:  # all outstanding at once
+            for src in range(world_size):
+                tensor = torch.full((size,), rank + 1, dtype=dtype, device=device)
+                what = f"broadcast of {size} from {src}"
+                pending.append((adapter.broadcast(tensor, src=GroupRank(src), group=group, what=what), tensor))
+                expected.append(src + 1)
+            tensor = torch.full((size,), rank + 1, dtype=dtype, device=device)
+            work = adapter.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group, what=f"sum of {size}")
+            pending.append((work, tensor))
+            expected.append(world_size * (world_size + 1) // 2)
+        for (work, tensor), value in zip(pending, expected, strict=True):
+            work.wait()
+            assert (tensor == value).all(), (dtype, tensor, value)
+    votes = torch.tensor([rank == 0, rank == world_size - 1, False], dtype=torch.uint8, device=device)
+    adapter.all_reduce(votes, op=dist.ReduceOp.MAX, group=group, what="votes").wait()
+    assert votes.tolist() == [1, 1, 0]
+
+
+def test_collectives_are_right_on_a_group_of_our_own(adapter: zerolap.Adapter, nproc: int) -> None:
+    run_ranks(nproc, _collectives, adapter, backend=adapter.backend)
+
+
+def _overlap(adapter: zerolap.Adapter, make_hook: Callable[..., Any], shard_buckets: bool) -> None:
+    device = _device(adapter)
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        layers = [nn.Linear(31, 31) for _ in range(6)]
+        models.append(DistributedDataParallel(nn.Sequential(*layers).to(device), bucket_cap_mb=0.005))
+    oracle, ours = models
+    oracle.register_comm_hook(None, allreduce_hook)
+    plain = torch.optim.AdamW(oracle.parameters(), lr=0.01)
+    zero = zerolap.ZeroRedundancyOptimizer(ours.parameters(), torch.optim.AdamW, overlap_with_ddp=True, lr=0.01)
+    ours.register_comm_hook(None, make_hook(allreduce_hook, ours, zero, shard_buckets=shard_buckets))
+    for i in range(6):
+        x = torch.randn(4, 31, generator=torch.Generator().manual_seed(100 * i + dist.get_rank())).to(device)
+        for model, optimizer in ((oracle, plain), (ours, zero)):
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            optimizer.step()
+        for a, b in zip(ours.parameters(), oracle.parameters(), strict=True):
+            assert torch.equal(a, b), f"iteration {i}: off by {(a - b).abs().max().item():.3g}"
+
+
+@pytest.mark.parametrize("shard_buckets", [False, True])
+@pytest.mark.parametrize(
+    "make_hook", [zerolap.hook_with_zero_step, zerolap.hook_with_zero_step_interleaved], ids=["after", "interleaved"]
+)
+def test_overlap_equals_the_oracle(
+    adapter: zerolap.Adapter, nproc: int, make_hook: Callable[..., Any], shard_buckets: bool
+) -> None:
+    run_ranks(nproc, _overlap, adapter, make_hook, shard_buckets, backend=adapter.backend)

@@ -1,0 +1,111 @@
+"""Small parts: the adapter registry, lanes, waiting with a limit, and the rule that core names no backend."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch.futures import Future
+
+import zerolap
+import zerolap_cpu_gloo
+from zerolap import adapter as adapter_module
+from zerolap.lane import ThreadLane, Waiter
+
+
+def test_core_names_no_backend_and_no_device() -> None:
+    names = re.compile(r"\b(gloo|nccl|rccl|hccl|xccl|ccl|mpi|ucc|npu|xpu|cuda|rocm|hpu|ascend)\b", re.IGNORECASE)
+    files = list(Path(zerolap.__file__).parent.rglob("*.py"))
+    assert len(files) > 8
+    found = [f"{file.name}: {line}" for file in files for line in file.read_text().splitlines() if names.search(line)]
+    assert not found, found
+
+
+def test_machine_and_plan_need_no_torch() -> None:
+    for name in ("machine", "plan"):
+        source = (Path(zerolap.__file__).parent / f"{name}.py").read_text()
+        assert not re.search(r"^(import|from) torch", source, re.MULTILINE)
+
+
+def test_the_installed_adapter_is_found_by_device_type_and_by_name() -> None:
+    assert isinstance(zerolap.find_adapter("cpu"), zerolap_cpu_gloo.CpuGlooAdapter)
+    assert isinstance(zerolap.load_adapter("cpu_gloo"), zerolap_cpu_gloo.CpuGlooAdapter)
+    assert zerolap.installed_adapters()["cpu_gloo"] is zerolap_cpu_gloo.CpuGlooAdapter
+
+
+def test_an_unknown_adapter_is_an_error_that_lists_the_installed_ones() -> None:
+    with pytest.raises(zerolap.AdapterNotFoundError, match=r"no adapter 'gluu'; installed: .*cpu_gloo"):
+        zerolap.load_adapter("gluu")
+    with pytest.raises(
+        LookupError, match=r"device type 'acme'; installed: cpu_gloo \(cpu\).*pip install zerolap-acme-"
+    ):
+        zerolap.find_adapter("acme")
+
+
+def _register(monkeypatch: pytest.MonkeyPatch, **plugins: str) -> None:
+    points = [importlib.metadata.EntryPoint(name, value, "zerolap.adapters") for name, value in plugins.items()]
+    monkeypatch.setattr(adapter_module.importlib.metadata, "entry_points", lambda group: points)
+
+
+class Absent(zerolap_cpu_gloo.CpuGlooAdapter):
+    name, device_type = "absent", "acme"
+
+    def is_available(self) -> bool:
+        return False
+
+
+def test_a_broken_plug_in_breaks_nothing_and_says_so_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    _register(
+        monkeypatch,
+        broken="no_such_module:Adapter",
+        wrong="math:pi",
+        cpu_gloo="zerolap_cpu_gloo:CpuGlooAdapter",
+        absent=f"{__name__}:Absent",
+    )
+    assert zerolap.find_adapter("cpu").name == "cpu_gloo"
+    with pytest.raises(
+        zerolap.AdapterNotFoundError, match="'broken' is installed, but cannot be loaded: No module named"
+    ):
+        zerolap.load_adapter("broken")
+    with pytest.raises(zerolap.AdapterNotFoundError, match=r"not a subclass of zerolap.Adapter"):
+        zerolap.load_adapter("wrong")
+    with pytest.raises(zerolap.AdapterNotFoundError, match=r"broken \(broken: No module named"):
+        zerolap.find_adapter("elsewhere")
+    with pytest.raises(
+        zerolap.AdapterNotFoundError, match="'absent' is installed for 'acme', but finds no such device"
+    ):
+        zerolap.find_adapter("acme")
+
+
+def test_a_lane_uses_as_many_threads_as_its_maker() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    try:
+        assert ThreadLane("test").submit(torch.get_num_threads).wait() == before + 1
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_lane_nobody_holds_ends_its_thread() -> None:
+    lane = ThreadLane("test")
+    thread = lane.submit(threading.current_thread).wait()
+    assert thread.daemon
+    del lane
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_a_lane_runs_without_gradients() -> None:
+    assert ThreadLane("test").submit(torch.is_grad_enabled).wait() is False
+
+
+def test_waiting_has_a_limit() -> None:
+    with pytest.raises(TimeoutError, match="not done after 0 s"):
+        Waiter(Future[int]()).wait(0.01)
+    done: Future[int] = Future()
+    done.set_result(3)
+    assert Waiter(done).wait(1) == 3
