@@ -46,7 +46,7 @@ def _equals_plain() -> None:
             oracle, ours = _pair()
             plain = cls(_groups(oracle), **defaults)
             zero = Zero(_groups(ours), cls, parameters_as_bucket_view=as_view, **defaults)
-            schedulers = [torch.optim.lr_scheduler.ExponentialLR(o, 0.7) for o in (plain, zero)]
+            schedulers = [torch.optim.lr_scheduler.OneCycleLR(o, 0.05, total_steps=8) for o in (plain, zero)]
             for i, x in enumerate(batches(5)):
                 if i == 3:  # a model moved or copied into other memory
                     for p in ours.parameters():

@@ -100,6 +100,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             )
             self._book.own_greedily()
             self._expose_options()
+            self.defaults = dict(self._book.locals[0].optimizer.defaults)  # some LR schedulers look there
 
         refuse_together(construct, group=group, what="constructing ZeroRedundancyOptimizer")
         self._compare_with_other_ranks()
