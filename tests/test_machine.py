@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 
 from zerolap.errors import IllegalEventError
-from zerolap.machine import TRANSITIONS, Action, Agreement, Event, Machine, Phase, Schedule, Verb
+from zerolap.machine import TABLES, Action, Agreement, Event, Machine, Phase, Schedule, Verb
 
 COLLECTIVES = {Verb.REDUCE, Verb.MIGRATE, Verb.AGREE, Verb.GATHER}
 
@@ -34,9 +34,15 @@ def _to_layout_seen(machine: Machine) -> None:
     unknown(machine, 1, is_last=True)
 
 
-def _to_initialized(machine: Machine) -> None:
+def _to_reduced(machine: Machine) -> None:
     _to_layout_seen(machine)
     machine.layout_seen(is_changed=True)
+
+
+def _to_initialized(machine: Machine) -> None:
+    _to_reduced(machine)
+    if machine.phase is Phase.REDUCED:
+        machine.step_called()
 
 
 def _to_overlapping(machine: Machine) -> None:
@@ -50,14 +56,15 @@ REACH: dict[Phase, Callable[[Machine], None]] = {
     Phase.LAYOUT_SEEN: _to_layout_seen,
     Phase.INITIALIZED: _to_initialized,
     Phase.OVERLAPPING: _to_overlapping,
+    Phase.REDUCED: _to_reduced,
     Phase.FAILED: _to_failed,
 }
 
 FEED: dict[Event, Callable[[Machine], object]] = {
-    Event.BUCKET: lambda m: known(m, m.num_seen),
-    Event.LAST_BUCKET: lambda m: known(m, m.num_seen, is_last=True),
-    Event.UNKNOWN_BUCKET: lambda m: unknown(m, m.num_seen),
-    Event.LAST_UNKNOWN_BUCKET: lambda m: unknown(m, m.num_seen, is_last=True),
+    Event.BUCKET: lambda m: known(m, m.next_bucket),
+    Event.LAST_BUCKET: lambda m: known(m, m.next_bucket, is_last=True),
+    Event.UNKNOWN_BUCKET: lambda m: unknown(m, m.next_bucket),
+    Event.LAST_UNKNOWN_BUCKET: lambda m: unknown(m, m.next_bucket, is_last=True),
     Event.LAYOUT_KEPT: lambda m: m.layout_seen(is_changed=False),
     Event.LAYOUT_CHANGED: lambda m: m.layout_seen(is_changed=True),
     Event.STEP_CALLED: lambda m: m.step_called(),
@@ -65,35 +72,47 @@ FEED: dict[Event, Callable[[Machine], object]] = {
 }
 
 
+PHASES = [
+    (schedule, phase)
+    for schedule, phase in product(Schedule, Phase)
+    if phase is not Phase.REDUCED or schedule is Schedule.ON_STEP
+]
+
+
 def test_every_phase_has_a_row_and_can_be_reached() -> None:
-    assert set(TRANSITIONS) == set(Phase) == set(REACH)
-    assert {t.to for row in TRANSITIONS.values() for t in row.values()} | {Phase.UNINITIALIZED} == set(Phase)
+    for schedule, table in TABLES.items():
+        assert set(table) == set(Phase) == set(REACH)
+        reachable = {t.to for row in table.values() for t in row.values()} | {Phase.UNINITIALIZED}
+        assert reachable == {phase for of, phase in PHASES if of is schedule}
 
 
-@pytest.mark.parametrize(("phase", "event"), list(product(Phase, Event)))
-def test_every_event_in_every_phase_follows_the_table_or_changes_nothing(phase: Phase, event: Event) -> None:
-    machine = Machine(Schedule.INTERLEAVED)
+@pytest.mark.parametrize(("schedule", "phase"), PHASES)
+@pytest.mark.parametrize("event", Event)
+def test_every_event_in_every_phase_follows_the_table_or_changes_nothing(
+    schedule: Schedule, phase: Phase, event: Event
+) -> None:
+    machine, row = Machine(schedule), TABLES[schedule][phase]
     REACH[phase](machine)
     assert machine.phase is phase
-    seen = machine.num_seen
-    if event in TRANSITIONS[phase]:
+    seen = machine.next_bucket
+    if event in row:
         FEED[event](machine)
-        assert machine.phase is TRANSITIONS[phase][event].to
+        assert machine.phase is row[event].to
     else:
         with pytest.raises(IllegalEventError, match=f"{event.name} is illegal in phase {phase.name}"):
             FEED[event](machine)
-        assert (machine.phase, machine.num_seen) == (phase, seen)
+        assert (machine.phase, machine.next_bucket) == (phase, seen)
 
 
-@pytest.mark.parametrize("phase", Phase)
-def test_a_bucket_out_of_order_is_refused_and_changes_nothing(phase: Phase) -> None:
-    machine = Machine(Schedule.INTERLEAVED)
+@pytest.mark.parametrize(("schedule", "phase"), PHASES)
+def test_a_bucket_out_of_order_is_refused_and_changes_nothing(schedule: Schedule, phase: Phase) -> None:
+    machine = Machine(schedule)
     REACH[phase](machine)
-    seen = machine.num_seen
+    seen = machine.next_bucket
     for index, is_last, is_known in product({0, 1, 2, 3} - {seen}, (False, True), (False, True)):
         with pytest.raises(IllegalEventError, match=f"bucket {index} is ready where bucket {seen} was expected"):
             machine.bucket_ready(index, is_last=is_last, is_known=is_known)
-        assert (machine.phase, machine.num_seen) == (phase, seen)
+        assert (machine.phase, machine.next_bucket) == (phase, seen)
 
 
 def test_interleaved_updates_a_bucket_as_soon_as_it_comes() -> None:
@@ -126,7 +145,10 @@ def test_after_backward_updates_everything_behind_the_last_bucket() -> None:
 def test_the_first_backward_is_updated_too(schedule: Schedule) -> None:
     machine = Machine(schedule)
     _to_layout_seen(machine)
-    assert machine.layout_seen(is_changed=True) == (
+    actions = machine.layout_seen(is_changed=True)
+    if schedule is Schedule.ON_STEP:
+        actions += machine.step_called()
+    assert actions == (
         Action(Verb.PLAN),
         Action(Verb.MIGRATE),
         Action(Verb.STEP, 0),
@@ -144,6 +166,8 @@ def _backward(machine: Machine, *, num_buckets: int, is_known: bool, is_changed:
         actions += machine.bucket_ready(index, is_last=index == num_buckets - 1, is_known=is_known)
     if machine.phase is Phase.LAYOUT_SEEN:
         actions += machine.layout_seen(is_changed=is_changed)
+    if machine.phase is Phase.REDUCED:
+        actions += machine.step_called()
     return actions
 
 
@@ -200,4 +224,16 @@ def test_step_between_backwards_asks_for_nothing() -> None:
     machine = Machine(Schedule.INTERLEAVED)
     assert machine.step_called() == ()
     _to_initialized(machine)
+    assert machine.step_called() == ()
+
+
+def test_a_new_backward_without_step_skips_the_update() -> None:
+    machine = Machine(Schedule.ON_STEP, agreement=Agreement.PER_LAYOUT)
+    _to_reduced(machine)
+    assert known(machine, 0) == (Action(Verb.REDUCE, 0),)
+    assert known(machine, 1, is_last=True) == (Action(Verb.REDUCE, 1),)
+    assert machine.step_called() == (
+        *(Action(verb, bucket) for bucket in (0, 1) for verb in (Verb.AGREE, Verb.STEP, Verb.GATHER)),
+        Action(Verb.WAIT),
+    )
     assert machine.step_called() == ()

@@ -50,7 +50,7 @@ def test_every_element_has_exactly_one_owner(policy: Policy, world_size: int) ->
     rng = random.Random(world_size)
     for _ in range(20):
         layout = random_layout(rng, num_params=rng.randrange(1, 30), largest=300)
-        assert_covers(make_plan(layout, world_size=world_size, policy=policy, cut=rng.choice([1, 7, 64])), layout)
+        assert_covers(make_plan(layout, world_size=world_size, policy=policy, cut=rng.choice([1, 7, 64, None])), layout)
 
 
 def test_whole_bucket_goes_round_the_ranks() -> None:

@@ -1,6 +1,7 @@
 """Sharded optimizers for data-parallel training, overlapped with backward, on any backend of torch.distributed."""
 
 from zerolap.adapter import Adapter, Capabilities, Pending, find_adapter, installed_adapters, load_adapter
+from zerolap.attach import GradScaler, Handle, Stats, attach
 from zerolap.errors import AdapterNotFoundError, CollectiveError, IllegalEventError, ZerolapError
 from zerolap.hooks import hook_with_zero_step, hook_with_zero_step_interleaved
 from zerolap.lane import Lane, ThreadLane
@@ -13,12 +14,16 @@ __all__ = [
     "AdapterNotFoundError",
     "Capabilities",
     "CollectiveError",
+    "GradScaler",
+    "Handle",
     "IllegalEventError",
     "Lane",
     "Pending",
+    "Stats",
     "ThreadLane",
     "ZeroRedundancyOptimizer",
     "ZerolapError",
+    "attach",
     "find_adapter",
     "hook_with_zero_step",
     "hook_with_zero_step_interleaved",

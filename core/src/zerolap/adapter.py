@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -38,23 +39,34 @@ class Capabilities:
 class Pending:
     """A collective under way. Keeps its tensors alive, and knows how to call itself when it fails."""
 
-    __slots__ = ("_what", "_work", "tensors")
+    __slots__ = ("_finish", "_what", "_works", "sent_bytes", "tensors")
 
-    def __init__(self, work: dist.Work | None, *, tensors: tuple[Tensor, ...], what: str) -> None:
-        self._work = work
+    def __init__(
+        self,
+        works: Sequence[dist.Work],
+        *,
+        tensors: Sequence[Tensor],
+        what: str,
+        sent_bytes: int = 0,
+        finish: Callable[[], None] | None = None,
+    ) -> None:
+        self._works = works
+        self._finish = finish  # what is left to do once everything has arrived
+        self.sent_bytes = sent_bytes  # by this rank
         # Held until waited for: freed earlier, the allocator may hand the memory to the next bucket while it is sent.
         self.tensors = tensors
         self._what = what
 
     def wait(self) -> None:
         """Return when the tensors may be read and written by the caller; CollectiveError if it failed or timed out."""
-        if self._work is None:
-            return
         try:
-            self._work.wait()
+            for work in self._works:
+                work.wait()
         except Exception as error:
             raise CollectiveError(f"{self._what} failed: {error}") from error
-        self._work, self.tensors = None, ()
+        if self._finish is not None:
+            self._finish()
+        self._works, self._finish, self.tensors = (), None, ()
 
 
 class Adapter(ABC):
@@ -101,11 +113,25 @@ class Adapter(ABC):
         self, tensor: Tensor, *, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup, what: str
     ) -> Pending:
         """Reduce ``tensor`` over the group, in place."""
-        return Pending(group.allreduce(tensor, op=op), tensors=(tensor,), what=what)
+        return Pending([group.allreduce(tensor, op=op)], tensors=(tensor,), what=what)
 
     def broadcast(self, tensor: Tensor, *, src: GroupRank, group: dist.ProcessGroup, what: str) -> Pending:
         """Copy ``tensor`` from the group's rank ``src`` to all others, in place."""
-        return Pending(group.broadcast(tensor, root=src), tensors=(tensor,), what=what)
+        return Pending([group.broadcast(tensor, root=src)], tensors=(tensor,), what=what)
+
+    @abstractmethod
+    def reduce_scatter(
+        self, parts: Sequence[Tensor], *, into: Tensor, group: dist.ProcessGroup, tag: int, what: str
+    ) -> Pending:
+        """Sum, in rank order, what every rank has as the part of this rank, and leave it in ``into``.
+
+        ``parts[r]`` is meant for rank r and is not changed; parts may differ in size and be empty. Collectives of one group
+        that are under way at once have different tags.
+        """
+
+    @abstractmethod
+    def all_gather(self, parts: Sequence[Tensor], *, group: dist.ProcessGroup, tag: int, what: str) -> Pending:
+        """Send this rank's part to all others and fill in theirs; parts may differ in size and be empty."""
 
 
 @cache

@@ -3,13 +3,18 @@
 Two threads meet here. DDP calls ``on_bucket`` on the thread that runs backward: there the machine is fed, and reductions
 are started. Everything that may wait runs on the lane, in the order the machine asked for it. Futures carry results, and
 errors, back to DDP, which waits for them at the end of backward.
+
+``Engine`` is what all ways of sharing the work have in common; ``HookEngine`` reduces by another DDP hook and gathers by
+broadcasts.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,7 +27,7 @@ from zerolap.errors import CollectiveError, IllegalEventError, ZerolapError
 from zerolap.exchange import move_states
 from zerolap.lane import Waiter
 from zerolap.machine import Action, Agreement, Machine, Phase, Schedule, Verb
-from zerolap.plan import Plan, Policy, Slot, make_plan
+from zerolap.plan import BucketPlan, GroupRank, Layout, Piece, Plan, Policy, Slot, make_plan
 from zerolap.shards import (
     BucketShard,
     FlatParams,
@@ -32,44 +37,56 @@ from zerolap.shards import (
     ShardBook,
     options_of,
     stand_in_for,
-    strides_in_bucket,
 )
+from zerolap.states import strides_in_bucket
 
 # A collective's own timeout says more than ours, so it gets this much longer to speak first.
 _GRACE_SECONDS = 5.0
 
 
+class Reduction(Protocol):
+    """A bucket's reduction under way."""
+
+    def wait(self, timeout: float) -> Tensor:
+        """The memory that holds the reduced gradients of this rank's shard."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Recorded:
-    """What DDP's bucket holds of the optimizer's parameters, and where their gradients lie in it."""
+class Recorded:
+    """What DDP's bucket holds of the optimizer's parameters, and where their gradients start in it."""
 
     # Kept, so that no other bucket can ever get its identity: the same buffer means the same bucket.
     buffer: Tensor
     indices: tuple[int, ...]
     params: tuple[Tensor, ...]
-    slots: tuple[GradSlot, ...]
+    offsets: tuple[int, ...]
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        return tuple(Slot(index, param.numel()) for index, param in zip(self.indices, self.params, strict=True))
 
 
 @dataclass(slots=True, kw_only=True)
-class _Arrival:
+class Arrival:
     """A bucket of the backward at hand. ``reduced`` is set by the lane once the reduction is done."""
 
-    recorded: _Recorded
-    reduction: Waiter[Tensor]
+    recorded: Recorded
+    reduction: Reduction
     used: list[bool] | None
     reduced: Tensor | None = None
 
 
 @dataclass(slots=True, kw_only=True)
-class _Installed:
+class Installed:
     """A planned bucket, ready to be updated. ``used`` is None while every parameter was used by some rank."""
 
-    flat: FlatParams | None
+    flat: FlatParams
+    planned: BucketPlan
     shard: BucketShard | None
     used: list[bool] | None = None
 
 
-class Engine:
+class Engine(ABC):
     """Overlaps one optimizer with one DDP on this rank."""
 
     def __init__(
@@ -79,14 +96,13 @@ class Engine:
         adapter: Adapter,
         group: dist.ProcessGroup,
         schedule: Schedule,
-        policy: Policy,
         agreement: Agreement,
         on_update: Callable[[], None],
     ) -> None:
+        self.schedule = schedule
         self._book = book
         self._adapter = adapter
         self._group = group
-        self._policy = policy
         self._agreement = agreement
         self._on_update = on_update
         self._machine = Machine(schedule, agreement=agreement)
@@ -95,18 +111,18 @@ class Engine:
         self._me = f"rank {dist.get_rank()}"
 
         # The layout at hand and the one planned for: written by backward's thread only.
-        self._recording: list[_Recorded] = []
-        self._layout: list[_Recorded] = []
+        self._recording: list[Recorded] = []
+        self._layout: list[Recorded] = []
         self._plan: Plan | None = None
         self._index_of: dict[Tensor, int] = {}
         self._outside: list[Tensor] = []
         self._failure: BaseException | None = None
 
-        # The backward at hand: filled by backward's thread, used and emptied by the lane.
-        self._arrivals: list[_Arrival] = []
+        # The backward at hand: filled by backward's thread, used by the lane.
+        self._arrivals: list[Arrival] = []
 
         # Written by the lane only.
-        self._installed: list[_Installed] = []
+        self._installed: list[Installed] = []
         self._options: list[Options] | None = None
         self._stepped: LocalOptimizer | None = None
         self._pending: list[Pending] = []
@@ -115,41 +131,72 @@ class Engine:
             Verb.REDUCE: self._finish_reduce,
             Verb.AGREE: self._agree,
             Verb.STEP: self._step,
-            Verb.GATHER: self._start_gather,
+            Verb.GATHER: self._gather,
         }
+
+    # --- how the work is shared: for subclasses -----------------------------------------------------------------------
+
+    @abstractmethod
+    def _make_plan(self, layout: Layout) -> Plan:
+        """Who owns what of a layout."""
+
+    @abstractmethod
+    def _start_reduce(self, recorded: Recorded, bucket: GradBucket) -> Reduction:
+        """Start reducing a bucket; on backward's thread."""
+
+    @abstractmethod
+    def _gradients(self, arrival: Arrival) -> Tensor:
+        """What DDP shall take for the bucket's gradients."""
+
+    @abstractmethod
+    def _make_shard(self, recorded: Recorded, flat: FlatParams, owned: Sequence[Piece]) -> BucketShard:
+        """This rank's part of a bucket, given what it owns of it."""
+
+    @abstractmethod
+    def _start_gather(self, index: int, installed: Installed) -> Sequence[Pending]:
+        """Start sending a bucket's updated shards to all ranks; on the lane."""
+
+    # --- what the hooks and the optimizer call ------------------------------------------------------------------------
 
     @property
     def has_seen_buckets(self) -> bool:
         return bool(self._layout or self._recording)
 
     @property
+    def num_buckets(self) -> int:
+        return len(self._layout)
+
+    @property
     def phase(self) -> Phase:
         return self._machine.phase
 
-    def on_bucket(self, bucket: GradBucket, start_reduce: Callable[[], Future[Tensor]]) -> Future[Tensor]:
-        """Take a bucket from DDP. The future gives the reduced gradients; the last one also means that all is updated."""
+    def on_bucket(self, bucket: GradBucket) -> Future[Tensor]:
+        """Take a bucket from DDP. The future gives its gradients; the last one also means that backward's part is done."""
         index = bucket.index()
         self.raise_if_failed()
         try:
             actions = self._machine.bucket_ready(index, is_last=bucket.is_last(), is_known=self._is_known(bucket))
             if Action(Verb.RECORD, index) in actions:
                 self._record(bucket)
-            self._start_reduce(index, start_reduce)
+            self._arrive(bucket)
             if bucket.is_last():
                 self._refuse_thawed()
             if self._machine.phase is Phase.LAYOUT_SEEN:
                 actions += self._close_recording()
         except Exception as error:
             raise self._fail(error, f"bucket {index}") from error
-        return self._lane.submit(partial(self._do_on_lane, actions, index))
+        arrival = self._arrivals[index]
+        return self._lane.submit(partial(self._do_for_bucket, actions, arrival))
 
     def step_called(self) -> None:
-        """The user called step(): the update has happened inside backward, so there is nothing left to do."""
+        """The user called step(). Does what is left to do: all of the update on_step, else nothing."""
         self.raise_if_failed()
         try:
-            self._machine.step_called()
+            actions = self._machine.step_called()
         except IllegalEventError as error:
             raise self._fail(error, "step() after a backward that did not finish") from error
+        if actions:
+            self._lane.submit(partial(self._do, actions)).wait()
 
     def forget_layout(self) -> None:
         """Plan anew at the end of the next backward: the optimizer's parameters have changed."""
@@ -165,7 +212,7 @@ class Engine:
             ) from self._failure
 
     def close(self) -> None:
-        """End the progress thread; the group closes with the last reference to it."""
+        """End the progress thread; groups close with the last reference to them."""
         self._lane.close()
 
     # --- on backward's thread -----------------------------------------------------------------------------------------
@@ -186,24 +233,24 @@ class Engine:
         buffer = bucket.buffer()
         if buffer.layout is not torch.strided:
             raise ValueError("sparse gradients cannot be updated inside backward; use sparse=False")
-        # bucket.gradients() has the right offsets, but row-by-row strides even where DDP laid a gradient out otherwise.
+        # Of bucket.gradients() only the offsets are right: it has row-by-row strides even where DDP has others.
         held = [
-            (
-                index,
-                param,
-                GradSlot(param.size(), strides_in_bucket(param), int(grad.storage_offset() - buffer.storage_offset())),
-            )
+            (index, param, int(grad.storage_offset() - buffer.storage_offset()))
             for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True)
             if (index := self._index_of.get(param)) is not None  # DDP may reduce for another optimizer, too
         ]
-        indices, params, slots = zip(*held, strict=True) if held else ((), (), ())
-        self._recording.append(_Recorded(buffer=buffer, indices=indices, params=params, slots=slots))
+        indices, params, offsets = zip(*held, strict=True) if held else ((), (), ())
+        self._recording.append(Recorded(buffer=buffer, indices=indices, params=params, offsets=offsets))
 
-    def _start_reduce(self, index: int, start_reduce: Callable[[], Future[Tensor]]) -> None:
+    def _arrive(self, bucket: GradBucket) -> None:
+        index = bucket.index()
+        if index == 0:
+            self._arrivals = []  # what a skipped step() has left behind
         recorded = (self._recording or self._layout)[index]
         # Read now: once the bucket is reduced DDP gives a gradient to parameters that only other ranks used.
         used = None if self._agreement is Agreement.NEVER else [param.grad is not None for param in recorded.params]
-        self._arrivals.append(_Arrival(recorded=recorded, reduction=Waiter(start_reduce()), used=used))
+        reduction = self._start_reduce(recorded, bucket)
+        self._arrivals.append(Arrival(recorded=recorded, reduction=reduction, used=used))
 
     def _close_recording(self) -> tuple[Action, ...]:
         recording, self._recording = self._recording, []
@@ -211,13 +258,7 @@ class Engine:
         actions = self._machine.layout_seen(is_changed=is_changed)
         self._layout = recording
         if is_changed:
-            layout = tuple(
-                tuple(Slot(index, param.numel()) for index, param in zip(b.indices, b.params, strict=True))
-                for b in recording
-            )
-            self._plan = make_plan(
-                layout, world_size=self._book.world_size, policy=self._policy, cut=self._adapter.capabilities.exact_cut
-            )
+            self._plan = self._make_plan(tuple(recorded.slots for recorded in recording))
             inside = {index for b in recording for index in b.indices}
             self._outside = [param for param, index in self._index_of.items() if index not in inside]
             self._refuse_thawed()
@@ -239,9 +280,12 @@ class Engine:
 
     # --- on the lane --------------------------------------------------------------------------------------------------
 
-    def _do_on_lane(self, actions: Sequence[Action], index: int) -> Tensor:
-        """Do what may wait; return the reduced gradients of the bucket that brought these actions."""
-        result = self._arrivals[index]
+    def _do_for_bucket(self, actions: Sequence[Action], arrival: Arrival) -> Tensor:
+        self._do(actions)
+        return self._gradients(arrival)
+
+    def _do(self, actions: Sequence[Action]) -> None:
+        """Do what may wait; the rest was done when the actions were emitted."""
         for verb, bucket in actions:
             try:
                 if verb in self._on_lane:
@@ -259,17 +303,13 @@ class Engine:
                     else ZerolapError(f"{where}: {type(error).__name__}: {error}")
                 )
                 raise self._failure from error
-        assert result.reduced is not None, "every bucket's actions start with its reduction"
-        return result.reduced
 
     def _finish_reduce(self, index: int) -> None:
         arrival = self._arrivals[index]
         try:
             arrival.reduced = arrival.reduction.wait(self._timeout)
         except Exception as error:
-            raise CollectiveError(
-                f"{self._me}, bucket {index}: the wrapped hook's reduction failed: {error}"
-            ) from error
+            raise CollectiveError(f"{self._me}, bucket {index}: the reduction failed: {error}") from error
 
     def _agree(self, index: int) -> None:
         used = self._arrivals[index].used
@@ -288,36 +328,26 @@ class Engine:
         assert arrival.reduced is not None, "a bucket is reduced before it is stepped"
         # Like DDP, take a result of another dtype: some compressing hooks return what they sent.
         reduced = arrival.reduced.to(arrival.recorded.buffer.dtype)
-        installed.shard.set_grads(reduced, arrival.recorded.slots, installed.used)
+        installed.shard.set_grads(reduced, installed.used)
         self._step_local(installed.shard.local)
 
     def _step_local(self, local: LocalOptimizer) -> None:
         if self._options is None:
-            # Every bucket of a backward sees the same options, even if the optimizer itself changes them in its step.
+            # Every bucket of an update sees the same options, even if the optimizer itself changes them in its step.
             self._options = [options_of(group) for group in self._book.groups]
         local.take_options(self._options)
         local.optimizer.step()
         self._stepped = local
 
-    def _start_gather(self, index: int) -> None:
-        flat = self._installed[index].flat
-        if flat is None:
-            return
-        if not flat.is_intact():
+    def _gather(self, index: int) -> None:
+        installed = self._installed[index]
+        if not installed.flat.is_intact():
             raise ZerolapError(
                 "parameters have left their flat buffer (param.data was set, or the module was moved or cast); "
                 "move the model before it is wrapped in DDP and load into it by copy_ or load_state_dict"
             )
-        if self._book.world_size == 1:
-            return
-        assert self._plan is not None
-        first = 0
-        for owner, pieces in self._plan.buckets[index].segments():
-            part = flat.slice(first, first + len(pieces))
-            first += len(pieces)
-            if part.numel():
-                what = f"{self._me}, bucket {index}: broadcast of updated parameters from group rank {owner}"
-                self._pending.append(self._adapter.broadcast(part, src=owner, group=self._group, what=what))
+        if self._book.world_size > 1:
+            self._pending += self._start_gather(index, installed)
 
     def _finish_update(self) -> None:
         for pending in self._pending:
@@ -339,23 +369,75 @@ class Engine:
         assert self._plan is not None
         book = self._book
         params = book.params
-        owners = book.owners | self._plan.owner_of_whole_params()
+        routes: dict[int, list[tuple[int, int, GroupRank]]] = {}
+        for planned in self._plan.buckets:
+            for owner, pieces in planned.segments():
+                for param, start, stop in pieces:
+                    routes.setdefault(param, []).append((start, stop, owner))
+        # What DDP does not reduce has no gradient, but keeps its state, where it is.
+        rest = {
+            Piece(i, 0, params[i].numel()): stand_in_for(params[i])
+            for i, owner in book.owners.items()
+            if owner == book.rank and i not in routes
+        }
         states = move_states(
-            book.states(), owners=owners, group=self._group, device=params[0].device, what="moving optimizer states"
+            book.flat_states(),
+            routes=lambda i: routes.get(i) or [(0, params[i].numel(), book.owners[i])],
+            group=self._group,
+            device=params[0].device,
+            what="moving optimizer states",
         )
-        inside = {index for recorded in self._layout for index in recorded.indices}
         older = self._stepped or book.locals[0]
-        # What DDP does not reduce has no gradient, but keeps its state.
-        rest = {i: stand_in_for(params[i]) for i, owner in owners.items() if owner == book.rank and i not in inside}
-        book.owners, book.locals = owners, [book.make_local(rest)]
+        book.locals = [book.make_local(rest)]
         self._installed = []
         for recorded, planned in zip(self._layout, self._plan.buckets, strict=True):
-            flat = FlatParams(recorded.params) if recorded.params else None
-            held = dict(zip(recorded.indices, recorded.params, strict=True))
-            shard = book.make_bucket_shard(held, owned=planned.owned_by(book.rank))
-            self._installed.append(_Installed(flat=flat, shard=shard))
+            flat = FlatParams(recorded.params)
+            owned = planned.owned_by(book.rank)
+            shard = self._make_shard(recorded, flat, owned) if owned else None
+            self._installed.append(Installed(flat=flat, planned=planned, shard=shard))
             if shard is not None:
                 book.locals.append(shard.local)
         for local in book.locals:
             local.inherit(older)
         book.load(states)
+
+
+class HookEngine(Engine):
+    """Reduces by a wrapped DDP hook, and sends whole parameters from their owners by broadcast."""
+
+    def __init__(
+        self, book: ShardBook, *, reduce: Callable[[GradBucket], Future[Tensor]], policy: Policy, **options: Any
+    ) -> None:
+        super().__init__(book, **options)
+        self._reduce = reduce
+        self._policy = policy
+
+    def _make_plan(self, layout: Layout) -> Plan:
+        return make_plan(layout, world_size=self._book.world_size, policy=self._policy)
+
+    def _start_reduce(self, recorded: Recorded, bucket: GradBucket) -> Reduction:
+        return Waiter(self._reduce(bucket))
+
+    def _gradients(self, arrival: Arrival) -> Tensor:
+        assert arrival.reduced is not None, "every bucket's actions start with its reduction"
+        return arrival.reduced
+
+    def _make_shard(self, recorded: Recorded, flat: FlatParams, owned: Sequence[Piece]) -> BucketShard:
+        mine = {piece.param: piece for piece in owned}
+        stand_ins: dict[Piece, Tensor] = {}
+        slots = []
+        for place, (index, param) in enumerate(zip(recorded.indices, recorded.params, strict=True)):
+            if index in mine:
+                stand_ins[mine[index]] = stand_in_for(param)
+                slots.append(GradSlot(place, param.size(), strides_in_bucket(param), recorded.offsets[place]))
+        return BucketShard(stand_ins=list(stand_ins.values()), slots=slots, local=self._book.make_local(stand_ins))
+
+    def _start_gather(self, index: int, installed: Installed) -> Sequence[Pending]:
+        pending, first = [], 0
+        for owner, pieces in installed.planned.segments():
+            part = installed.flat.slice(first, first + len(pieces))
+            first += len(pieces)
+            if part.numel():
+                what = f"{self._me}, bucket {index}: broadcast of updated parameters from group rank {owner}"
+                pending.append(self._adapter.broadcast(part, src=owner, group=self._group, what=what))
+        return pending

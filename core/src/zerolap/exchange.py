@@ -12,9 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerolap.errors import CollectiveError, ZerolapError
-from zerolap.plan import GroupRank
-
-State = dict[str, Any]  # one parameter's optimizer state, as torch.optim keeps it
+from zerolap.plan import GroupRank, Piece
+from zerolap.states import State, cut_state
 
 # Collectives here are methods of the group, not functions of torch.distributed: those know registered groups only, and
 # hide what went wrong on another behind an error of their own.
@@ -59,22 +58,28 @@ def refuse_together(check: Callable[[], object], *, group: dist.ProcessGroup, wh
 
 
 def move_states(
-    states: Mapping[int, State],
+    states: Mapping[Piece, State],
     *,
-    owners: Mapping[int, GroupRank],
+    routes: Callable[[int], Sequence[tuple[int, int, GroupRank]]],
     group: dist.ProcessGroup,
     device: torch.device,
     what: str,
-) -> dict[int, State]:
-    """Send each parameter's state to its owner; return those this rank owns, the ones it had already as they were.
+) -> dict[Piece, State]:
+    """Send flat states to where ``routes`` says a parameter's elements belong; return those that belong here.
 
-    A collective. In round k a rank sends to the one k places on and receives from the one k places back, so that no rank
-    holds more than one other rank's message at a time and only owners receive anything.
+    ``routes(param)`` gives (start, stop, owner) for every part of a parameter. A collective. In round k a rank sends to the
+    one k places on and receives from the one k places back, so that no rank holds more than one other rank's message at a
+    time and only owners receive anything. What was here already is returned as it is.
     """
     rank, world_size = group.rank(), group.size()
-    outgoing: list[dict[int, State]] = [{} for _ in range(world_size)]
-    for index, state in states.items():
-        outgoing[owners[index]][index] = state
+    outgoing: list[dict[tuple[int, int, int], State]] = [{} for _ in range(world_size)]
+    for piece, state in states.items():
+        for start, stop, owner in routes(piece.param):
+            part = Piece(piece.param, max(start, piece.start), min(stop, piece.stop))
+            if part.start < part.stop or part == piece:  # or both are empty: the parameter has no elements
+                outgoing[owner][part.param, part.start, part.stop] = (
+                    state if part == piece else cut_state(state, piece, part)
+                )
     arrived = outgoing[rank]
     try:
         for distance in range(1, world_size):
@@ -89,7 +94,7 @@ def move_states(
         raise
     except Exception as error:
         raise CollectiveError(f"rank {dist.get_rank()}: {what} failed: {error}") from error
-    return arrived
+    return {Piece(*key): state for key, state in arrived.items()}
 
 
 def _all_gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
@@ -109,35 +114,35 @@ def _chunks(message: Tensor) -> Sequence[Tensor]:
     return torch.split(message, _CHUNK_BYTES) if message.numel() else ()  # an empty message need not be sent
 
 
-def _pack(states: dict[int, State]) -> Tensor:
+def _pack(states: dict[tuple[int, int, int], State]) -> Tensor:
     if not states:
         return torch.empty(0, dtype=torch.uint8)
     buffer = io.BytesIO()
-    torch.save(states, buffer)
+    torch.save(_compact(states), buffer)
     return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
 
 
-def _unpack(message: Tensor) -> dict[int, State]:
+def _compact(value: Any) -> Any:
+    """Give every tensor memory of its own if it is a part of something larger: torch.save() would send all of that."""
+    if isinstance(value, Tensor):
+        return value.clone() if value.untyped_storage().nbytes() > value.nbytes else value
+    if isinstance(value, dict):
+        return {key: _compact(item) for key, item in value.items()}
+    return value
+
+
+def _unpack(message: Tensor) -> dict[tuple[int, int, int], State]:
     if not message.numel():
         return {}
     buffer = bytearray(message.numel())
     torch.frombuffer(buffer, dtype=torch.uint8).copy_(message)
     try:
-        states: dict[int, State] = torch.load(io.BytesIO(buffer), map_location="cpu", weights_only=True)
+        states: dict[tuple[int, int, int], State] = torch.load(
+            io.BytesIO(buffer), map_location="cpu", weights_only=True
+        )
     except Exception as error:
         raise ZerolapError(
             "an optimizer state holds something other than tensors, numbers, strings and containers of them, "
             f"and is not loaded from another rank: {error}"
         ) from error
     return states
-
-
-def copied(value: Any, *, device: torch.device | str | None = None) -> Any:
-    """A deep copy of a state, with its tensors where they are or on ``device``."""
-    if isinstance(value, Tensor):
-        return value.detach().to(device or value.device, copy=True)
-    if isinstance(value, Mapping):
-        return {key: copied(item, device=device) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(copied(item, device=device) for item in value)
-    return value

@@ -16,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from zerolap.engine import Engine
+from zerolap.engine import HookEngine
 from zerolap.exchange import all_gather_json, refuse_together
 from zerolap.lane import Waiter
 from zerolap.machine import Agreement, Schedule
@@ -57,56 +57,82 @@ def hook_with_zero_step_interleaved(
 def _overlapped(
     hook: Hook, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, *, schedule: Schedule, shard_buckets: bool
 ) -> Hook:
-    if not zero._overlap_with_ddp:
-        raise ValueError("construct ZeroRedundancyOptimizer with overlap_with_ddp=True to use it with this hook")
-    if zero._engine is not None:
-        raise ValueError("a hook was already made for this optimizer; one optimizer overlaps with one DDP")
-    refuse_together(lambda: _check(ddp, zero), group=zero.process_group, what="making a hook with a ZeRO step")
-
+    policy = Policy.BY_PARAMETER if shard_buckets else Policy.WHOLE_BUCKET
+    (group,) = meet(ddp, zero, settings=[schedule.value, policy.value], num_groups=1)
     adapter = zero._adapter
     assert adapter is not None, "an optimizer under overlap has an adapter"
-    policy = Policy.BY_PARAMETER if shard_buckets else Policy.WHOLE_BUCKET
-    settings = [schedule.value, policy.value, ddp.find_unused_parameters, ddp.static_graph]
-    said = all_gather_json([uuid.uuid4().hex, settings], group=zero.process_group, what="comparing hooks between ranks")
-    for rank, (_, theirs) in enumerate(said):
-        if theirs != said[0][1]:
-            raise ValueError(f"the hooks of group ranks 0 and {rank} differ: {said[0][1]} and {theirs}")
-
-    group = adapter.open_group(zero.process_group, name=f"zerolap-{said[0][0]}")
-    # Connections are made by the first collective of a group: now, not in the first backward.
-    all_gather_json(None, group=group, what="connecting the optimizer's own group")
-    engine = zero._engine = Engine(
-        zero._book,
-        adapter=adapter,
-        group=group,
-        schedule=schedule,
-        policy=policy,
-        agreement=_agreement(ddp),
-        on_update=zero._on_update,
-    )
     # A hook that waits for a second collective in the callback of the first blocks the backend's worker; with all
     # workers blocked that way nothing moves again. One such reduction at a time always leaves a worker free.
     one_by_one = not adapter.capabilities.futures_complete_at_enqueue and hook not in _NEVER_WAIT_IN_CALLBACKS
     reduce_lane = adapter.lane("reduce") if one_by_one else None
     timeout = adapter.timeout(zero.process_group).total_seconds()
+    # torch's own hooks take no state to mean all ranks, even where DDP spans only some.
     takes_group = next(iter(inspect.signature(hook).parameters), None) == "process_group"
-    process_group, agreement, ddp_ref = ddp.process_group, _agreement(ddp), weakref.ref(ddp)
+    process_group = ddp.process_group
+    hook_state: Any = None
+
+    def reduce(bucket: GradBucket) -> Future[Tensor]:
+        if reduce_lane is None:
+            return hook(hook_state, bucket)
+        return reduce_lane.submit(lambda: Waiter(hook(hook_state, bucket)).wait(timeout))
+
+    engine = zero._engine = HookEngine(
+        zero._book,
+        reduce=reduce,
+        policy=policy,
+        adapter=adapter,
+        group=group,
+        schedule=schedule,
+        agreement=agreement_of(ddp),
+        on_update=zero._on_update,
+    )
+
+    def on_bucket(state: Any, bucket: GradBucket) -> Future[Tensor]:
+        nonlocal hook_state
+        hook_state = process_group if state is None and takes_group else state
+        return engine.on_bucket(bucket)
+
+    return guarded(ddp, on_bucket)
+
+
+def meet(
+    ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, *, settings: list[Any], num_groups: int
+) -> list[dist.ProcessGroup]:
+    """Check on all ranks that ``zero`` can be overlapped with ``ddp`` and that all want the same; open groups for it."""
+    if not zero._overlap_with_ddp:
+        raise ValueError("construct ZeroRedundancyOptimizer with overlap_with_ddp=True to overlap it with DDP")
+    if zero._engine is not None:
+        raise ValueError("a hook was already made for this optimizer; one optimizer overlaps with one DDP")
+    refuse_together(lambda: _check(ddp, zero), group=zero.process_group, what="making a hook with a ZeRO step")
+    assert zero._adapter is not None, "an optimizer under overlap has an adapter"
+    mine = [*settings, ddp.find_unused_parameters, ddp.static_graph]
+    said = all_gather_json([uuid.uuid4().hex, mine], group=zero.process_group, what="comparing hooks between ranks")
+    name, first = said[0]
+    for rank, (_, theirs) in enumerate(said):
+        if theirs != first:
+            raise ValueError(f"the hooks of group ranks 0 and {rank} differ: {first} and {theirs}")
+    groups = [zero._adapter.open_group(zero.process_group, name=f"zerolap-{name}-{i}") for i in range(num_groups)]
+    for group in groups:
+        # Connections are made by the first collective of a group: now, not in the first backward.
+        all_gather_json(None, group=group, what="connecting the optimizer's own group")
+    return groups
+
+
+def guarded(ddp: DistributedDataParallel, on_bucket: Hook) -> Hook:
+    """A hook for ``register_comm_hook`` that refuses a DDP whose graph settings have changed meanwhile."""
+    agreement, ddp_ref = agreement_of(ddp), weakref.ref(ddp)
 
     def hook_with_zero_step(state: Any, bucket: GradBucket) -> Future[Tensor]:
         caller = ddp_ref()
         assert caller is not None, "a hook is called by a DDP that is alive"
-        if _agreement(caller) is not agreement:
+        if agreement_of(caller) is not agreement:
             raise RuntimeError("DDP's static_graph was changed after the hook was made; set it before")
-        # torch's own hooks take no state to mean all ranks, even where DDP spans only some.
-        state = process_group if state is None and takes_group else state
-        if reduce_lane is None:
-            return engine.on_bucket(bucket, lambda: hook(state, bucket))
-        return engine.on_bucket(bucket, lambda: reduce_lane.submit(lambda: Waiter(hook(state, bucket)).wait(timeout)))
+        return on_bucket(state, bucket)
 
     return hook_with_zero_step
 
 
-def _agreement(ddp: DistributedDataParallel) -> Agreement:
+def agreement_of(ddp: DistributedDataParallel) -> Agreement:
     if ddp.static_graph:
         return Agreement.PER_LAYOUT
     return Agreement.ALWAYS if ddp.find_unused_parameters else Agreement.NEVER

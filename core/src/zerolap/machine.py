@@ -18,7 +18,8 @@ The names UNINITIALIZED, DDP_HAS_REBUILT_BUCKETS and INITIALIZED mean what they 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from types import MappingProxyType
 from typing import Final, NamedTuple
@@ -31,6 +32,7 @@ class Schedule(Enum):
 
     INTERLEAVED = "interleaved"  # as soon as it is reduced, inside backward
     AFTER_BACKWARD = "after_backward"  # once the last bucket is computed, while reductions are outstanding
+    ON_STEP = "on_step"  # when the user calls step(): gradients can be clipped, unscaled or skipped before
 
 
 class Agreement(Enum):
@@ -49,6 +51,7 @@ class Phase(Enum):
     LAYOUT_SEEN = auto()  # the last of those buckets arrived: is the layout new, or the planned one again?
     INITIALIZED = auto()  # between two backwards, with a plan that fits
     OVERLAPPING = auto()  # inside a backward whose buckets fit the plan
+    REDUCED = auto()  # backward is over, its update waits for step(); a new backward means that it was skipped
     FAILED = auto()  # something broke: the parameters of the ranks may differ, nothing may go on
 
 
@@ -61,7 +64,7 @@ class Event(Enum):
     LAST_UNKNOWN_BUCKET = auto()  # the backward's last bucket is ready, and may not fit the plan
     LAYOUT_KEPT = auto()  # the buckets just recorded are those of the plan
     LAYOUT_CHANGED = auto()  # the buckets just recorded need a new plan
-    STEP_CALLED = auto()  # the user called step(); the update has happened, or will, inside backward
+    STEP_CALLED = auto()  # the user called step()
     FAILURE = auto()  # an action failed
 
 
@@ -103,8 +106,10 @@ class Transition(NamedTuple):
 
 _RECORDED = (_Do.RECORD, _Do.REDUCE)
 
+Table = Mapping[Phase, Mapping[Event, Transition]]
+
 # Every phase has a row, every legal event an entry. What is not here is illegal.
-TRANSITIONS: Final = MappingProxyType(
+IN_BACKWARD: Final[Table] = MappingProxyType(
     {
         Phase.UNINITIALIZED: {
             Event.UNKNOWN_BUCKET: Transition(Phase.DDP_HAS_REBUILT_BUCKETS, _RECORDED),
@@ -135,11 +140,51 @@ TRANSITIONS: Final = MappingProxyType(
             Event.LAST_BUCKET: Transition(Phase.INITIALIZED, (_Do.REDUCE, _Do.UPDATE_REST, _Do.WAIT)),
             Event.FAILURE: Transition(Phase.FAILED),
         },
+        Phase.REDUCED: {},  # the update never waits for step()
         Phase.FAILED: {
             Event.FAILURE: Transition(Phase.FAILED),
         },
     }
 )
+
+# The same, but for the rows in which a backward ends.
+ON_STEP: Final[Table] = MappingProxyType(
+    {
+        **IN_BACKWARD,
+        Phase.LAYOUT_SEEN: {
+            Event.LAYOUT_KEPT: Transition(Phase.REDUCED),
+            Event.LAYOUT_CHANGED: Transition(Phase.REDUCED, (_Do.PLAN,)),
+            Event.FAILURE: Transition(Phase.FAILED),
+        },
+        Phase.INITIALIZED: {
+            Event.BUCKET: Transition(Phase.OVERLAPPING, (_Do.REDUCE,)),
+            Event.LAST_BUCKET: Transition(Phase.REDUCED, (_Do.REDUCE,)),
+            Event.UNKNOWN_BUCKET: Transition(Phase.DDP_HAS_REBUILT_BUCKETS, _RECORDED),
+            Event.LAST_UNKNOWN_BUCKET: Transition(Phase.LAYOUT_SEEN, _RECORDED),
+            Event.STEP_CALLED: Transition(Phase.INITIALIZED),
+            Event.FAILURE: Transition(Phase.FAILED),
+        },
+        Phase.OVERLAPPING: {
+            Event.BUCKET: Transition(Phase.OVERLAPPING, (_Do.REDUCE,)),
+            Event.LAST_BUCKET: Transition(Phase.REDUCED, (_Do.REDUCE,)),
+            Event.FAILURE: Transition(Phase.FAILED),
+        },
+        Phase.REDUCED: {
+            Event.BUCKET: Transition(Phase.OVERLAPPING, (_Do.REDUCE,)),
+            Event.LAST_BUCKET: Transition(Phase.REDUCED, (_Do.REDUCE,)),
+            Event.UNKNOWN_BUCKET: Transition(Phase.DDP_HAS_REBUILT_BUCKETS, _RECORDED),
+            Event.LAST_UNKNOWN_BUCKET: Transition(Phase.LAYOUT_SEEN, _RECORDED),
+            Event.STEP_CALLED: Transition(Phase.INITIALIZED, (_Do.UPDATE_REST, _Do.WAIT)),
+            Event.FAILURE: Transition(Phase.FAILED),
+        },
+    }
+)
+
+TABLES: Final[Mapping[Schedule, Table]] = MappingProxyType(
+    {Schedule.INTERLEAVED: IN_BACKWARD, Schedule.AFTER_BACKWARD: IN_BACKWARD, Schedule.ON_STEP: ON_STEP}
+)
+
+_BETWEEN_BACKWARDS: Final = frozenset({Phase.UNINITIALIZED, Phase.INITIALIZED, Phase.REDUCED})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +194,7 @@ class _Position:
     phase: Phase = Phase.UNINITIALIZED
     num_seen: int = 0
     num_updated: int = 0
+    has_new_layout: bool = False  # no update has been made in this layout yet
 
 
 class Machine:
@@ -157,6 +203,7 @@ class Machine:
     def __init__(self, schedule: Schedule, *, agreement: Agreement = Agreement.NEVER) -> None:
         self._schedule = schedule
         self._agreement = agreement
+        self._table = TABLES[schedule]
         self._at = _Position()
 
     @property
@@ -164,15 +211,15 @@ class Machine:
         return self._at.phase
 
     @property
-    def num_seen(self) -> int:
-        """How many buckets of the backward at hand have arrived."""
-        return self._at.num_seen
+    def next_bucket(self) -> int:
+        """The index of the bucket that must come next."""
+        return 0 if self._at.phase in _BETWEEN_BACKWARDS else self._at.num_seen
 
     def bucket_ready(self, index: int, *, is_last: bool, is_known: bool) -> tuple[Action, ...]:
         """A bucket's gradients are computed. Buckets come in order, from 0 on, as DDP launches them."""
-        if index != self._at.num_seen:
+        if index != self.next_bucket:
             raise IllegalEventError(
-                f"bucket {index} is ready where bucket {self._at.num_seen} was expected (phase {self.phase.name}): "
+                f"bucket {index} is ready where bucket {self.next_bucket} was expected (phase {self.phase.name}): "
                 "the previous backward did not finish, or two backwards run at once"
             )
         if is_known:
@@ -192,23 +239,24 @@ class Machine:
         self._feed(Event.FAILURE)
 
     def _feed(self, event: Event, index: int | None = None) -> tuple[Action, ...]:
-        transition = TRANSITIONS[self._at.phase].get(event)
+        at, row = self._at, self._table[self._at.phase]
+        transition = row.get(event)
         if transition is None:
-            legal = ", ".join(e.name for e in TRANSITIONS[self._at.phase])
-            raise IllegalEventError(f"{event.name} is illegal in phase {self._at.phase.name}; legal: {legal}")
-        num_seen = self._at.num_seen + (index is not None)
-        actions, num_updated = self._expand(transition.do, event, num_seen)
-        if transition.to is Phase.INITIALIZED:
-            num_seen = num_updated = 0  # the backward is over, the next one starts from bucket 0
-        self._at = _Position(phase=transition.to, num_seen=num_seen, num_updated=num_updated)
+            raise IllegalEventError(
+                f"{event.name} is illegal in phase {at.phase.name}; legal: {', '.join(e.name for e in row) or 'nothing'}"
+            )
+        if index is not None:
+            at = replace(at, num_seen=index + 1, num_updated=at.num_updated if index else 0)
+        if event is Event.LAYOUT_CHANGED:
+            at = replace(at, has_new_layout=True)
+        actions, num_updated = self._expand(transition.do, at)
+        has_new_layout = at.has_new_layout and Action(Verb.WAIT) not in actions
+        self._at = replace(at, phase=transition.to, num_updated=num_updated, has_new_layout=has_new_layout)
         return actions
 
-    def _expand(self, do: tuple[_Do, ...], event: Event, num_seen: int) -> tuple[tuple[Action, ...], int]:
-        this = num_seen - 1
-        updated = self._at.num_updated
-        agrees = self._agreement is Agreement.ALWAYS or (
-            self._agreement is Agreement.PER_LAYOUT and event is Event.LAYOUT_CHANGED
-        )
+    def _expand(self, do: tuple[_Do, ...], at: _Position) -> tuple[tuple[Action, ...], int]:
+        this, updated = at.num_seen - 1, at.num_updated
+        agrees = self._agreement is Agreement.ALWAYS or (self._agreement is Agreement.PER_LAYOUT and at.has_new_layout)
         actions: list[Action] = []
         for what in do:
             match what:
@@ -221,23 +269,23 @@ class Machine:
                 case _Do.UPDATE_EARLY | _Do.UPDATE_REST:
                     if what is _Do.UPDATE_EARLY and self._schedule is not Schedule.INTERLEAVED:
                         continue
-                    for bucket in range(updated, num_seen):
+                    for bucket in range(updated, at.num_seen):
                         if agrees:
                             actions.append(Action(Verb.AGREE, bucket))
                         actions += (Action(Verb.STEP, bucket), Action(Verb.GATHER, bucket))
-                    updated = num_seen
+                    updated = at.num_seen
                 case _Do.WAIT:
                     actions.append(Action(Verb.WAIT))
         return tuple(actions), updated
 
 
-def to_mermaid() -> str:
-    """Draw the table as a Mermaid state diagram."""
+def to_mermaid(table: Table) -> str:
+    """Draw a table as a Mermaid state diagram."""
     lines = ["stateDiagram-v2", f"    [*] --> {Phase.UNINITIALIZED.name}"]
-    for phase, row in TRANSITIONS.items():
+    for phase, row in table.items():
         for event, transition in row.items():
-            if event is Event.FAILURE and transition.to is Phase.FAILED:
-                continue  # legal everywhere: said once below the diagram, not drawn six times
+            if event is Event.FAILURE:
+                continue  # legal everywhere: said once beside the diagram, not drawn six times
             does = ", ".join(d.name.lower() for d in transition.do)
             lines.append(f"    {phase.name} --> {transition.to.name}: {event.name}" + (f" / {does}" if does else ""))
     return "\n".join(lines) + "\n"

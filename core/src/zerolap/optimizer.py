@@ -19,12 +19,15 @@ from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from zerolap.adapter import Adapter, find_adapter
 from zerolap.errors import CollectiveError, ZerolapError
-from zerolap.exchange import State, all_gather_json, copied, move_states, refuse_together
-from zerolap.plan import GlobalRank, GroupRank
+from zerolap.exchange import all_gather_json, move_states, refuse_together
+from zerolap.machine import Schedule
+from zerolap.plan import GlobalRank, GroupRank, Piece
 from zerolap.shards import FlatParams, ParamGroup, ShardBook, options_of
+from zerolap.states import State, copied, fit, flat_state, shaped_state
 
 if TYPE_CHECKING:
     from zerolap.engine import Engine
+    from zerolap.native import NativeEngine
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +82,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self.initialized = False
         self._overlap_with_ddp = overlap_with_ddp
+        self._optimizer_class = optimizer_class
         self._engine: Engine | None = None
         self._adapter: Adapter | None = None
         self._flats: list[tuple[GroupRank, FlatParams]] = []
@@ -116,10 +120,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """This rank's optimizer; once updates are overlapped, a view of its groups and states by model parameter."""
         if self._engine is None or not self._engine.has_seen_buckets:
             return self._book.locals[0].optimizer
-        params, owners = self._all_params, self._book.owners
-        mine = {params[i] for i, owner in owners.items() if owner == self.rank}
+        params = self._all_params
+        held: dict[Tensor, State] = {}
+        mine: set[Tensor] = set()
+        for local in self._book.locals:
+            mine.update(params[piece.param] for piece in local.pieces)
+            held.update({params[piece.param]: state for piece, state in local.states().items()})
         groups = [{**g, "params": [p for p in g["params"] if p in mine]} for g in self.param_groups]
-        return LocalView(groups, MappingProxyType({params[i]: state for i, state in self._book.states().items()}))
+        return LocalView(groups, MappingProxyType(held))
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Update this rank's parameters and bring all of them to all ranks; under overlap, see that backward did it."""
@@ -157,19 +165,28 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Collect the whole state on group rank ``to``, for its ``state_dict()``. Called by all ranks; only ``to`` receives."""
         if not 0 <= to < self.world_size:
             raise ValueError(f"consolidate_state_dict(to={to}): the group has ranks 0 to {self.world_size - 1}")
-        mine = self._book.states()
-        moved = move_states(
+        params = self._all_params
+        mine = self._book.flat_states()
+        pieces = move_states(
             mine,
-            owners=dict.fromkeys(mine, GroupRank(to)),
+            routes=lambda index: [(0, params[index].numel(), GroupRank(to))],
             group=self.process_group,
             device=self._default_device,
             what=f"consolidating optimizer state to group rank {to}",
         )
-        if self.rank == to:
-            # Our own states would change under the snapshot's feet with the next step.
-            self._consolidated = {i: copied(state, device="cpu") if i in mine else state for i, state in moved.items()}
-        else:
-            self._consolidated = None
+        self._consolidated = self._whole_states(pieces) if self.rank == to else None
+
+    def _whole_states(self, pieces: Mapping[Piece, State]) -> dict[int, State]:
+        by_param: dict[int, list[tuple[Piece, State]]] = {}
+        for piece, state in pieces.items():
+            by_param.setdefault(piece.param, []).append((piece, state))
+        whole = {}
+        for index, param in enumerate(self._all_params):
+            joined = fit(by_param.get(index, ()), Piece(index, 0, param.numel()))
+            if joined is not None:
+                # Copied: our own states would change under the snapshot's feet with the next step.
+                whole[index] = shaped_state(copied(joined, device="cpu"), param)
+        return whole
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state as last consolidated to this rank, in the form of the plain optimizer's."""
@@ -193,17 +210,27 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             raise ValueError(f"the state dict has states for parameters {strangers}; there are {num_params} parameters")
         # torch's own checks, hooks and rules for the groups; the states are ours to place.
         super().load_state_dict({**state_dict, "state": {}})
-        mine = {
-            index: copied(state)
+        params = self._all_params
+        given = {
+            Piece(index, 0, params[index].numel()): flat_state(state, params[index])
             for index, state in state_dict["state"].items()
-            if state is not None and self._book.owners[index] == self.rank
+            if state is not None
         }
         options = [options_of(group) for group in self.param_groups]
         for local in self._book.locals:
             local.clear_states()
             local.take_options(copy.deepcopy(options))
-        self._book.load(mine)
+        self._book.load(given)
         self._expose_options()  # options that an older state dict did not have yet
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """Clip the mean gradients of all parameters together, and return their norm before; torch's function for shards.
+
+        Called by all ranks between backward and ``step()``; under overlap that needs ``schedule="on_step"``.
+        """
+        if not self._overlap_with_ddp:
+            return torch.nn.utils.clip_grad_norm_(self._all_params, max_norm, norm_type, error_if_nonfinite)
+        return self._engine_for_gradients("clipping").clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
 
     # --- Join ---------------------------------------------------------------------------------------------------------
 
@@ -232,12 +259,23 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """torch.amp.GradScaler asks this before it steps an optimizer."""
-        if self._overlap_with_ddp:
-            raise RuntimeError(
-                "a GradScaler cannot work with updates inside backward: they have used the scaled gradients already; "
-                "construct the optimizer with overlap_with_ddp=False to scale losses"
-            )
+        if not self._overlap_with_ddp:
+            return False
+        engine = self._engine_for_gradients("scaling losses")
+        if not engine.is_unscaled:
+            raise RuntimeError("a torch.amp.GradScaler sees unreduced gradients only; use zerolap.GradScaler instead")
         return False
+
+    def _engine_for_gradients(self, purpose: str) -> NativeEngine:
+        """The engine, if gradients can still be changed between backward and step()."""
+        from zerolap.native import NativeEngine
+
+        if not isinstance(self._engine, NativeEngine) or self._engine.schedule is not Schedule.ON_STEP:
+            raise RuntimeError(
+                f"{purpose} cannot work with updates inside backward: they have used the gradients already; "
+                'use zerolap.attach(ddp, optimizer, schedule="on_step"), or overlap_with_ddp=False'
+            )
+        return self._engine
 
     def _step_under_overlap(self, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
         if self._engine is None:

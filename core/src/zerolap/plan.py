@@ -87,7 +87,7 @@ class EqualRanges:
     _slots: Sequence[Slot]
     _starts: Sequence[int]  # of each slot, and the bucket's total
     _world_size: int
-    _cut: int
+    _cut: int | None  # None: only between parameters
 
     def segments(self) -> tuple[Segment, ...]:
         ranks = (GroupRank(rank) for rank in range(self._world_size))
@@ -106,6 +106,10 @@ class EqualRanges:
             pieces += [Piece(slot.param, 0, 0) for slot in self._slots if slot.numel == 0]
         return tuple(pieces)
 
+    def bounds(self) -> list[int]:
+        """Where the ranges begin, in elements of the bucket, and where the last one ends."""
+        return [self._end(rank) for rank in range(self._world_size + 1)]
+
     def _end(self, num_ranks: int) -> int:
         """Where the first ``num_ranks`` ranges end."""
         total = self._starts[-1]
@@ -113,8 +117,10 @@ class EqualRanges:
         if ideal == total:
             return total
         place = bisect_right(self._starts, ideal) - 1
-        inside = (ideal - self._starts[place] + self._cut // 2) // self._cut * self._cut
-        return self._starts[place] + min(inside, self._slots[place].numel)
+        inside, numel = ideal - self._starts[place], self._slots[place].numel
+        if self._cut is None:
+            return self._starts[place] + (numel if 2 * inside > numel else 0)
+        return self._starts[place] + min((inside + self._cut // 2) // self._cut * self._cut, numel)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,9 +138,12 @@ class Plan:
         return {piece.param: segment.owner for segment in segments for piece in segment.pieces}
 
 
-def make_plan(layout: Layout, *, world_size: int, policy: Policy, cut: int = 1) -> Plan:
-    """Decide who owns what in ``layout``; ``by_element`` cuts a parameter only at multiples of ``cut`` from its start."""
-    if world_size < 1 or cut < 1:
+def make_plan(layout: Layout, *, world_size: int, policy: Policy, cut: int | None = 1) -> Plan:
+    """Decide who owns what in ``layout``.
+
+    ``by_element`` cuts a parameter only at multiples of ``cut`` elements from its start, or with None not at all.
+    """
+    if world_size < 1 or (cut is not None and cut < 1):
         raise ValueError(f"world_size and cut must be at least 1, got {world_size} and {cut}")
     buckets: tuple[BucketPlan, ...]
     match policy:

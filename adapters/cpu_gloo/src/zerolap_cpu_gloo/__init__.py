@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
-from zerolap import Adapter, Capabilities, Lane, ThreadLane
+from zerolap import Adapter, Capabilities, Lane, Pending, ThreadLane
 
 __all__ = ["CpuGlooAdapter"]
+
+
+def _exchange(into: Sequence[Tensor], parts: Sequence[Tensor], group: dist.ProcessGroup, tag: int) -> list[dist.Work]:
+    """Receive into one tensor from each other rank, in rank order, and send ``parts[r]`` to each other rank r."""
+    others = [r for r in range(group.size()) if r != group.rank()]
+    works = [group.recv([tensor], r, tag) for r, tensor in zip(others, into, strict=True) if tensor.numel()]
+    return works + [group.send([parts[r]], r, tag) for r in others if parts[r].numel()]
 
 
 class CpuGlooAdapter(Adapter):
@@ -36,6 +46,28 @@ class CpuGlooAdapter(Adapter):
         group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
         group._set_group_name(dist.GroupName(name))
         return group
+
+    def reduce_scatter(
+        self, parts: Sequence[Tensor], *, into: Tensor, group: dist.ProcessGroup, tag: int, what: str
+    ) -> Pending:
+        # By point-to-point messages: Gloo's own reduce_scatter is an all-reduce underneath, with twice the bytes.
+        me, mine = group.rank(), parts[group.rank()]
+        received = [mine if r == me else torch.empty_like(mine) for r in range(group.size())]
+        works = _exchange([p for p in received if p is not mine], parts, group, tag)
+
+        def add_up() -> None:
+            into.copy_(received[0])
+            for other in received[1:]:
+                into.add_(other)
+
+        sent = sum(part.nbytes for r, part in enumerate(parts) if r != me)
+        return Pending(works, tensors=(*parts, *received, into), what=what, sent_bytes=sent, finish=add_up)
+
+    def all_gather(self, parts: Sequence[Tensor], *, group: dist.ProcessGroup, tag: int, what: str) -> Pending:
+        me, mine = group.rank(), parts[group.rank()]
+        others = [part for r, part in enumerate(parts) if r != me]
+        works = _exchange(others, [mine] * group.size(), group, tag)
+        return Pending(works, tensors=parts, what=what, sent_bytes=mine.nbytes * len(others))
 
     def device(self, local_rank: int) -> torch.device:
         return torch.device("cpu")

@@ -1,0 +1,145 @@
+"""``attach``: the native way to overlap, with its handle and the loss scaler that knows shards."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.optim
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from zerolap.exchange import refuse_together
+from zerolap.hooks import agreement_of, guarded, meet
+from zerolap.machine import Schedule
+from zerolap.native import NativeEngine
+from zerolap.optimizer import ZeroRedundancyOptimizer
+
+logger = logging.getLogger(__name__)
+
+# Optimizers that treat every element by itself, known by exact type: a subclass may do otherwise, and can say that it does
+# not by a class attribute ``is_elementwise = True``.
+_ELEMENTWISE = frozenset(
+    getattr(torch.optim, name)
+    for name in ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop")
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stats:
+    """What an attached optimizer has done on this rank so far."""
+
+    num_updates: int
+    num_buckets: int
+    sent_bytes: int
+    state_bytes: int
+
+
+class Handle:
+    """What ``attach`` returns."""
+
+    def __init__(self, optimizer: ZeroRedundancyOptimizer, engine: NativeEngine) -> None:
+        self._optimizer = optimizer
+        self._engine = engine
+
+    def stats(self) -> Stats:
+        """Updates made, buckets, bytes this rank has sent for gradients and parameters, bytes of state it holds."""
+        states: Mapping[Any, dict[str, Any]] = self._optimizer.optim.state
+        return Stats(
+            num_updates=self._engine.num_updates,
+            num_buckets=self._engine.num_buckets,
+            sent_bytes=self._engine.sent_bytes,
+            state_bytes=sum(t.nbytes for state in states.values() for t in state.values() if isinstance(t, Tensor)),
+        )
+
+
+def attach(
+    ddp: DistributedDataParallel,
+    optimizer: ZeroRedundancyOptimizer,
+    *,
+    schedule: Literal["interleaved", "after_backward", "on_step"] = "interleaved",
+) -> Handle:
+    """Overlap ``optimizer`` with ``ddp``: gradients by reduce-scatter, parameters by all-gather, 2P elements on the wire.
+
+    Called by all ranks together, instead of ``ddp.register_comm_hook``. With ``interleaved`` and ``after_backward`` the
+    update happens inside backward and ``step()`` may be left out; with ``on_step`` it happens in ``step()``, and gradients
+    can be clipped or unscaled, or the step skipped, before. After backward a parameter's ``.grad`` is this rank's own
+    gradient; the mean exists only in the shards.
+    """
+    try:
+        when = Schedule(schedule)
+    except ValueError as error:
+        raise ValueError(f"schedule must be one of {[each.value for each in Schedule]}, got {schedule!r}") from error
+    refuse_together(
+        lambda: _check_all_params(ddp, optimizer), group=optimizer.process_group, what="attaching an optimizer"
+    )
+    reduce_group, group = meet(ddp, optimizer, settings=["native", when.value], num_groups=2)
+    adapter = optimizer._adapter
+    assert adapter is not None, "an optimizer under overlap has an adapter"
+    is_elementwise = _is_elementwise(optimizer._optimizer_class)
+    if not is_elementwise:
+        logger.info(
+            "%s is not known to treat every element by itself: its shards are whole parameters, less evenly shared",
+            optimizer._optimizer_class,
+        )
+    engine = optimizer._engine = NativeEngine(
+        optimizer._book,
+        reduce_group=reduce_group,
+        cut=adapter.capabilities.exact_cut if is_elementwise else None,
+        adapter=adapter,
+        group=group,
+        schedule=when,
+        agreement=agreement_of(ddp),
+        on_update=optimizer._on_update,
+    )
+
+    def on_bucket(state: object, bucket: GradBucket) -> Future[Tensor]:
+        return engine.on_bucket(bucket)
+
+    ddp.register_comm_hook(None, guarded(ddp, on_bucket))
+    return Handle(optimizer, engine)
+
+
+def _check_all_params(ddp: DistributedDataParallel, optimizer: ZeroRedundancyOptimizer) -> None:
+    mine = set(optimizer._all_params)
+    left_out = [name for name, param in ddp.module.named_parameters() if param.requires_grad and param not in mine]
+    if left_out:
+        raise ValueError(
+            f"{len(left_out)} trainable parameters of this DDP are not in the optimizer ({', '.join(left_out[:5])}): nobody "
+            "would reduce their gradients; give the optimizer all of them, or use hook_with_zero_step"
+        )
+
+
+def _is_elementwise(optimizer_class: Any) -> bool:
+    if isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer):
+        return optimizer_class in _ELEMENTWISE or vars(optimizer_class).get("is_elementwise") is True
+    return False
+
+
+class GradScaler(torch.amp.GradScaler):
+    """torch's loss scaler for shards: unscales the mean gradients of ``on_step``, and all ranks find the same infinities."""
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        if self._enabled and isinstance(optimizer, ZeroRedundancyOptimizer) and optimizer._overlap_with_ddp:
+            optimizer._engine_for_gradients("scaling losses")
+        super().unscale_(optimizer)
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        sharded = isinstance(optimizer, ZeroRedundancyOptimizer) and optimizer._overlap_with_ddp
+        if self._enabled and sharded and not optimizer._engine_for_gradients("scaling losses").is_unscaled:  # type: ignore[attr-defined]
+            self.unscale_(optimizer)
+        return super().step(optimizer, *args, **kwargs)
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        if not (isinstance(optimizer, ZeroRedundancyOptimizer) and optimizer._overlap_with_ddp):
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        found = optimizer._engine_for_gradients("scaling losses").unscale_(inv_scale)
+        return {found.device: found}

@@ -1,0 +1,165 @@
+"""The native engine: reduce-scatter of gradients, all-gather of parameters, every rank an equal range of every bucket.
+
+A bucket of P elements costs a rank 2P(n-1)/n on the wire, where all-reduce and broadcast cost 3P(n-1)/n. Each rank steps its
+range only, in flat memory that is kept between steps, and nobody else ever sees the reduced gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+
+from zerolap.adapter import Pending
+from zerolap.engine import Arrival, Engine, Installed, Recorded, Reduction
+from zerolap.machine import Phase
+from zerolap.plan import EqualRanges, Layout, Piece, Plan, Policy, make_plan
+from zerolap.shards import BucketShard, FlatParams, GradSlot, ShardBook, stand_in_for
+
+
+class _ScatteredReduction:
+    """A reduce-scatter under way, and the mean that is made of its sum."""
+
+    def __init__(self, pending: Pending, into: Tensor, world_size: int) -> None:
+        self._pending = pending
+        self._into = into
+        self._world_size = world_size
+
+    def wait(self, timeout: float) -> Tensor:
+        # The group's own timeout ends this wait.
+        self._pending.wait()
+        return self._into.mul_(1 / self._world_size) if self._world_size > 1 else self._into
+
+
+class NativeEngine(Engine):
+    """Reduces by reduce-scatter and gathers by all-gather, on groups of its own."""
+
+    def __init__(self, book: ShardBook, *, reduce_group: dist.ProcessGroup, cut: int | None, **options: Any) -> None:
+        super().__init__(book, **options)
+        # Reductions are started by backward's thread, gathers by the lane: a group each, so that one thread uses one group.
+        self._reduce_group = reduce_group
+        self._cut = cut
+        self._bounds: dict[tuple[int, ...], list[int]] = {}  # by what a bucket holds
+        self._memory: dict[tuple[int, ...], Tensor] = {}
+        self.sent_bytes = 0
+        self.num_updates = 0
+        self.is_unscaled = False  # the gradients at hand, by a GradScaler that knows shards
+
+    def _make_plan(self, layout: Layout) -> Plan:
+        known = {tuple(slot.param for slot in bucket) for bucket in layout}
+        self._bounds = {key: value for key, value in self._bounds.items() if key in known}
+        self._memory = {key: value for key, value in self._memory.items() if key in known}
+        return make_plan(layout, world_size=self._book.world_size, policy=Policy.BY_ELEMENT, cut=self._cut)
+
+    def _start_reduce(self, recorded: Recorded, bucket: GradBucket) -> Reduction:
+        self.is_unscaled = False
+        key, rank = recorded.indices, self._book.rank
+        if key not in self._bounds:
+            # Equal ranges depend on nothing but the bucket, so even a layout that is new is reduced as it comes.
+            (planned,) = self._make_ranges(recorded)
+            self._bounds[key] = bounds = planned.bounds()
+            self._memory[key] = torch.empty_like(recorded.buffer[bounds[rank] : bounds[rank + 1]])
+        bounds, into = self._bounds[key], self._memory[key]
+        parts = [recorded.buffer[a:b] for a, b in pairwise(bounds)]
+        what = f"reduce-scatter of {len(bounds) - 1} parts"
+        pending = self._adapter.reduce_scatter(
+            parts, into=into, group=self._reduce_group, tag=bucket.index(), what=what
+        )
+        self.sent_bytes += pending.sent_bytes
+        return _ScatteredReduction(pending, into, self._book.world_size)
+
+    def _make_ranges(self, recorded: Recorded) -> list[EqualRanges]:
+        plan = make_plan((recorded.slots,), world_size=self._book.world_size, policy=Policy.BY_ELEMENT, cut=self._cut)
+        return [planned for planned in plan.buckets if isinstance(planned, EqualRanges)]
+
+    def _gradients(self, arrival: Arrival) -> Tensor:
+        return arrival.recorded.buffer  # this rank's own, unreduced: only the owner of an element has its mean
+
+    def _make_shard(self, recorded: Recorded, flat: FlatParams, owned: Sequence[Piece]) -> BucketShard:
+        begin = self._bounds[recorded.indices][self._book.rank]
+        place_of = {index: place for place, index in enumerate(recorded.indices)}
+        stand_ins: dict[Piece, Tensor] = {}
+        slots = []
+        for piece in owned:
+            place = place_of[piece.param]
+            param, size = recorded.params[place], piece.stop - piece.start
+            if self._cut is None:  # a whole parameter, which the optimizer may need in its shape
+                stand_ins[piece] = stand_in_for(param)
+                shape, stride = tuple(param.shape), param.stride()
+            else:
+                stand_ins[piece] = stand_in_for(param, memory=flat.piece(place, piece.start, piece.stop))
+                shape, stride = (size,), (1,)
+            slots.append(GradSlot(place, shape, stride, recorded.offsets[place] + piece.start - begin if size else 0))
+        return BucketShard(stand_ins=list(stand_ins.values()), slots=slots, local=self._book.make_local(stand_ins))
+
+    def _start_gather(self, index: int, installed: Installed) -> Sequence[Pending]:
+        assert isinstance(installed.planned, EqualRanges)
+        parts = installed.flat.ranges(installed.planned.bounds())
+        what = f"{self._me}, bucket {index}: all-gather of updated parameters"
+        pending = self._adapter.all_gather(parts, group=self._group, tag=index, what=what)
+        self.sent_bytes += pending.sent_bytes
+        return (pending,)
+
+    def _finish_update(self) -> None:
+        super()._finish_update()
+        self.num_updates += 1
+
+    # --- gradients between backward and step(): on the training thread ------------------------------------------------
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
+        """Clip by the norm over all ranks' shards; every element is in exactly one of them."""
+        shards = self._reduced_shards()
+        if norm_type <= 0:
+            raise ValueError(f"norm_type must be positive or inf, got {norm_type}")
+        # In double precision: the sum of squares of a large model in single precision would lose what torch, which adds
+        # up norms of parameters, keeps.
+        norms = [torch.linalg.vector_norm(shard, norm_type, dtype=torch.float64) for shard in shards]
+        local = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64, device=self._device)
+        if norm_type == math.inf:
+            total = self._over_all_ranks(local.max(), dist.ReduceOp.MAX, "norm of gradients")
+        else:
+            total = self._over_all_ranks((local**norm_type).sum(), dist.ReduceOp.SUM, "norm of gradients")
+            total = total ** (1 / norm_type)
+        if error_if_nonfinite and not torch.isfinite(total):
+            raise RuntimeError(
+                f"the norm of order {norm_type} of the gradients is {total.item()}; it cannot be clipped by"
+            )
+        coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        for shard in shards:
+            shard.mul_(coefficient.to(shard.dtype))
+        return total.to(torch.float32)
+
+    def unscale_(self, inverse_scale: Tensor) -> Tensor:
+        """Multiply the gradients by ``inverse_scale``; return 1 if any rank found one that is not finite, else 0."""
+        found = torch.zeros(1, dtype=torch.float32, device=self._device)
+        shards = self._reduced_shards()
+        if shards:
+            torch._amp_foreach_non_finite_check_and_unscale_(shards, found, inverse_scale)
+        self.is_unscaled = True
+        return self._over_all_ranks(found, dist.ReduceOp.MAX, "search for gradients that are not finite")
+
+    @property
+    def _device(self) -> torch.device:
+        return self._book.params[0].device
+
+    def _reduced_shards(self) -> list[Tensor]:
+        """The mean gradients of everything this rank owns; one tensor per bucket."""
+        self.raise_if_failed()
+        if self.phase is not Phase.REDUCED:
+            raise RuntimeError("there are no reduced gradients: call this between backward() and step()")
+        return [
+            arrival.reduced for arrival in self._arrivals if arrival.reduced is not None and arrival.reduced.numel()
+        ]
+
+    def _over_all_ranks(self, value: Tensor, op: dist.ReduceOp.RedOpType, what: str) -> Tensor:
+        def reduce() -> Tensor:  # on the lane, the one thread that uses this group
+            self._adapter.all_reduce(value, op=op, group=self._group, what=f"{self._me}: {what}").wait()
+            return value
+
+        return self._lane.submit(reduce).wait() if self._book.world_size > 1 else value

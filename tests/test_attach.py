@@ -1,0 +1,369 @@
+"""The native path: reduce-scatter, element-balanced shards, all-gather. The numbers of DDP + the plain optimizer.
+
+Bitwise for 1 and 2 ranks. For more, a sum over ranks is taken in rank order where DDP's all-reduce takes another; one
+rounding per addition, so gradients agree to a few units in the last place, and parameters to the tolerance used here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import zerolap
+from training import Mlp, assert_same_params, backward, batches
+from zerolap_conformance.ranks import run_ranks, try_ranks
+
+SCHEDULES = ("interleaved", "after_backward", "on_step")
+OPTIMIZERS = (
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
+    (torch.optim.AdamW, {"lr": 0.01}),
+)
+
+
+def attached(
+    ddp: DDP, params: Any, cls: Any, *, schedule: Any = "interleaved", process_group: Any = None, **defaults: Any
+) -> tuple[zerolap.ZeroRedundancyOptimizer, zerolap.Handle]:
+    zero = zerolap.ZeroRedundancyOptimizer(params, cls, process_group=process_group, overlap_with_ddp=True, **defaults)
+    return zero, zerolap.attach(ddp, zero, schedule=schedule)
+
+
+def models(make: Callable[[], nn.Module] = Mlp, **options: Any) -> list[DDP]:
+    made = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        made.append(DDP(make(), bucket_cap_mb=options.pop("bucket_cap_mb", 0.004), **options))
+    return made
+
+
+def assert_close_params(ours: nn.Module, oracle: nn.Module, what: object) -> None:
+    if dist.get_world_size() <= 2:
+        assert_same_params(ours, oracle, what)
+        return
+    for (name, a), (_, b) in zip(ours.named_parameters(), oracle.named_parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{what}: {n}: {m}")
+
+
+def iterate(model: nn.Module, optimizer: Any, x: Tensor) -> None:
+    optimizer.zero_grad()
+    backward(model, x)
+    optimizer.step()
+
+
+def _sweep() -> int:
+    num_cases = 0
+    for schedule, as_view, static_graph, (cls, defaults) in product(
+        SCHEDULES, (False, True), (False, True), OPTIMIZERS
+    ):
+        oracle, ours = models(gradient_as_bucket_view=as_view, static_graph=static_graph)
+        plain = cls(oracle.parameters(), **defaults)
+        zero, handle = attached(ours, ours.parameters(), cls, schedule=schedule, **defaults)
+        for i, x in enumerate(batches(6)):
+            iterate(oracle, plain, x)
+            zero.zero_grad()
+            backward(ours, x)
+            if schedule == "on_step":
+                zero.step()
+            assert_close_params(ours, oracle, (schedule, as_view, static_graph, cls.__name__, f"iteration {i}"))
+        assert handle.stats().num_updates == 6
+        num_cases += 1
+    return num_cases
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_every_schedule_equals_ddp_and_the_plain_optimizer(world_size: int) -> None:
+    assert run_ranks(world_size, _sweep) == [24] * world_size
+
+
+def _groups(model: nn.Module) -> Any:
+    params = list(model.parameters())
+    return [{"params": params[:3], "weight_decay": 0.2}, {"params": params[3:], "lr": 0.004}]
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.unused, self.sometimes, self.head = (nn.Linear(13, 13) for _ in range(4))
+        self.iteration = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.iteration += 1
+        x = self.trunk(x)
+        return self.head(self.sometimes(x) if dist.get_rank() == 0 and self.iteration % 2 else x)
+
+
+class Odd(nn.Module):
+    """No elements, one element, no dimensions, strides that are not row by row, and two dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.none = nn.Parameter(torch.empty(0, 4))
+        self.one = nn.Parameter(torch.ones(1))
+        self.scalar = nn.Parameter(torch.tensor(2.0))
+        self.turned = nn.Parameter(torch.randn(13, 70).t())
+        self.low = nn.Linear(70, 9).to(torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x @ self.turned.t() * self.one + self.scalar + self.none.sum()
+        return self.low(x.to(torch.bfloat16))
+
+
+def _loops() -> None:
+    """Param groups, schedulers, accumulation, unused and odd parameters, groups added later, gradients never cleared."""
+    for schedule in SCHEDULES:
+        for make, options in ((Mlp, {}), (Branches, {"find_unused_parameters": True}), (Odd, {})):
+            oracle, ours = models(make, **options)
+            plain = torch.optim.AdamW(_groups(oracle), lr=0.01)
+            zero, _ = attached(ours, _groups(ours), torch.optim.AdamW, schedule=schedule, lr=0.01)
+            schedulers = [torch.optim.lr_scheduler.OneCycleLR(o, 0.05, total_steps=10) for o in (plain, zero)]
+            for i, x in enumerate(batches(6)):
+                for model, optimizer in ((oracle, plain), (ours, zero)):
+                    optimizer.zero_grad()
+                    if make is Mlp:
+                        with model.no_sync():
+                            backward(model, x + 1)
+                    backward(model, x)
+                    optimizer.step()
+                assert_close_params(ours, oracle, (schedule, make.__name__, i))
+                for scheduler in schedulers:
+                    scheduler.step()
+
+        oracle, ours = models()
+        theirs, mine = list(oracle.parameters()), list(ours.parameters())
+        plain = torch.optim.SGD(theirs, lr=0.01)
+        zero, _ = attached(ours, mine, torch.optim.SGD, schedule=schedule, lr=0.01)
+        for i, x in enumerate(batches(4)):  # gradients add up: the mean of sums is the sum of means, to rounding
+            for model, optimizer in ((oracle, plain), (ours, zero)):
+                backward(model, x)
+                optimizer.step()
+            for a, b in zip(theirs, mine, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=f"{schedule}, gradients kept, {i}")
+
+
+def test_training_loops_of_all_kinds() -> None:
+    run_ranks(2, _loops)
+
+
+def _every_class() -> None:
+    classes = {
+        name: cls
+        for name, cls in vars(torch.optim).items()
+        if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer) and cls is not torch.optim.Optimizer
+    }
+    for name in sorted(classes.keys() - {"LBFGS", "SparseAdam"}):
+        oracle, ours = models()
+        params = [[p for p in model.parameters() if name != "Muon" or p.ndim == 2] for model in (oracle, ours)]
+        if name == "Muon":
+            for model in (oracle, ours):
+                for p in model.parameters():
+                    p.requires_grad_(p.ndim == 2)
+            oracle, ours = DDP(oracle.module, bucket_cap_mb=0.004), DDP(ours.module, bucket_cap_mb=0.004)
+        plain = classes[name](params[0], lr=0.01)
+        zero, _ = attached(ours, params[1], classes[name], lr=0.01)
+        for i, x in enumerate(batches(4)):
+            iterate(oracle, plain, x)
+            iterate(ours, zero, x)
+            assert_close_params(ours, oracle, (name, i))
+        zero.consolidate_state_dict(to=1)
+        if dist.get_rank() == 1:
+            theirs, mine = plain.state_dict()["state"], zero.state_dict()["state"]
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=0, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_every_class_of_torch_and_its_consolidated_state() -> None:
+    run_ranks(2, _every_class)
+
+
+def _sub_group() -> None:
+    group = dist.new_group([2, 3])
+    if dist.get_rank() < 2:
+        return
+    oracle, ours = models(process_group=group)
+    plain = torch.optim.AdamW(oracle.parameters())
+    zero, _ = attached(ours, ours.parameters(), torch.optim.AdamW, process_group=group)
+    for x in batches(4):
+        iterate(oracle, plain, x)
+        iterate(ours, zero, x)
+        assert_same_params(ours, oracle)
+
+
+def test_a_sub_group() -> None:
+    run_ranks(4, _sub_group)
+
+
+def _joins() -> None:
+    for schedule in ("interleaved", "after_backward"):
+        oracle, ours = models()
+        plain = torch.optim.SGD(oracle.parameters(), lr=0.1)
+        zero, _ = attached(ours, ours.parameters(), torch.optim.SGD, schedule=schedule, lr=0.1)
+        for _epoch in range(3):
+            inputs = list(batches(1 + 2 * dist.get_rank()))
+            with Join([oracle], divide_by_initial_world_size=True):
+                for x in inputs:
+                    iterate(oracle, plain, x)
+            with Join([ours, zero]):
+                for x in inputs:
+                    iterate(ours, zero, x)
+            assert_same_params(ours, oracle, schedule)
+
+
+def test_uneven_inputs_with_join() -> None:
+    run_ranks(2, _joins)
+
+
+# --- clipping, scaling, skipping --------------------------------------------------------------------------------------
+
+
+def _clips() -> None:
+    for norm_type in (1.0, 2.0, 3.5, float("inf")):
+        oracle, ours = models()
+        plain = torch.optim.AdamW(oracle.parameters(), lr=0.01)
+        zero, _ = attached(ours, ours.parameters(), torch.optim.AdamW, schedule="on_step", lr=0.01)
+        for i, x in enumerate(batches(5)):
+            for model, optimizer in ((oracle, plain), (ours, zero)):
+                optimizer.zero_grad()
+                backward(model, x)
+            expected = torch.nn.utils.clip_grad_norm_(oracle.parameters(), 0.5, norm_type)
+            torch.testing.assert_close(zero.clip_grad_norm_(0.5, norm_type), expected, rtol=1e-5, atol=0)
+            plain.step()
+            zero.step()
+            for a, b in zip(ours.parameters(), oracle.parameters(), strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=f"{norm_type}, {i}")
+
+
+def test_clipping_gives_torchs_norm_and_torchs_update() -> None:
+    run_ranks(2, _clips)
+
+
+def _scales() -> tuple[list[float], list[float]]:
+    """Infinite losses on one rank, in some iterations: exactly those steps are skipped, on all ranks."""
+    oracle, ours = models()
+    plain = torch.optim.AdamW(oracle.parameters(), lr=0.01)
+    zero, handle = attached(ours, ours.parameters(), torch.optim.AdamW, schedule="on_step", lr=0.01)
+    scalers = torch.amp.GradScaler("cpu", init_scale=1024.0), zerolap.GradScaler("cpu", init_scale=1024.0)
+    scales: tuple[list[float], list[float]] = ([], [])
+    for i, x in enumerate(batches(8)):
+        factor = float("inf") if i in (2, 5) and dist.get_rank() == 1 else 1.0
+        for which, (model, optimizer) in enumerate(((oracle, plain), (ours, zero))):
+            optimizer.zero_grad()
+            scalers[which].scale(model(x).square().sum() * factor).backward()
+            scalers[which].unscale_(optimizer)
+            if which == 0:
+                torch.nn.utils.clip_grad_norm_(oracle.parameters(), 1.0)
+            else:
+                zero.clip_grad_norm_(1.0)
+            scalers[which].step(optimizer)
+            scalers[which].update()
+            scales[which].append(scalers[which].get_scale())
+        for a, b in zip(ours.parameters(), oracle.parameters(), strict=True):
+            assert torch.isfinite(a).all()
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=f"iteration {i}")
+    assert handle.stats().num_updates == 6
+    return scales
+
+
+def test_loss_scaling_skips_exactly_the_steps_that_ddp_skips() -> None:
+    for theirs, ours in run_ranks(2, _scales):
+        assert ours == theirs
+
+
+def _skips() -> None:
+    oracle, ours = models()
+    plain = torch.optim.AdamW(oracle.parameters(), lr=0.01)
+    zero, _ = attached(ours, ours.parameters(), torch.optim.AdamW, schedule="on_step", lr=0.01)
+    for i, x in enumerate(batches(6)):
+        for model, optimizer in ((oracle, plain), (ours, zero)):
+            optimizer.zero_grad()
+            backward(model, x)
+            if i not in (0, 1, 4):
+                optimizer.step()
+        assert_same_params(ours, oracle, i)
+    zero.step()
+    assert_same_params(ours, oracle, "a second step without a backward")
+
+
+def test_a_step_can_be_skipped() -> None:
+    run_ranks(2, _skips)
+
+
+def _refused(case: str) -> None:
+    ddp = models()[0]
+    if case == "schedule":
+        attached(ddp, ddp.parameters(), torch.optim.SGD, schedule="sometimes", lr=0.1)
+    if case == "subset":
+        attached(ddp, list(ddp.parameters())[:3], torch.optim.SGD, lr=0.1)
+    schedule = "on_step" if case in ("torchs scaler", "too early") else "interleaved"
+    zero, _ = attached(ddp, ddp.parameters(), torch.optim.SGD, schedule=schedule, lr=0.1)
+    if case == "too early":
+        zero.clip_grad_norm_(1.0)
+    scaler = (torch.amp.GradScaler if case == "torchs scaler" else zerolap.GradScaler)("cpu")
+    scaler.scale(ddp(next(batches(1))).sum()).backward()
+    if case == "clip":
+        zero.clip_grad_norm_(1.0)
+    scaler.step(zero)
+
+
+REFUSALS = {
+    "schedule": r"schedule must be one of \['interleaved', 'after_backward', 'on_step'\], got 'sometimes'",
+    "subset": r"parameters of this DDP are not in the optimizer",
+    "clip": r'clipping cannot work with updates inside backward.*schedule="on_step"',
+    "scale": r'scaling losses cannot work with updates inside backward.*schedule="on_step"',
+    "torchs scaler": r"use zerolap.GradScaler instead",
+    "too early": r"call this between backward\(\) and step\(\)",
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_what_cannot_be_right_is_refused(case: str) -> None:
+    for outcome in try_ranks(2, _refused, case, limit=60, group_timeout=15):
+        assert re.search(REFUSALS[case], outcome.error or "", re.DOTALL), outcome.error
+
+
+# --- bytes and balance ------------------------------------------------------------------------------------------------
+
+
+class Many(nn.Module):
+    """A hundred layers of random sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(7)
+        sizes = torch.randint(1, 20_000, (100,), generator=generator).tolist()
+        self.weights = nn.ParameterList(nn.Parameter(torch.ones(size)) for size in sizes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([w.sum() * 1e-3 for w in self.weights]) * x.mean()
+
+
+def _accounts() -> tuple[zerolap.Stats, int]:
+    ddp = models(Many, bucket_cap_mb=0.3)[0]
+    zero, handle = attached(ddp, ddp.parameters(), torch.optim.AdamW)
+    for x in batches(2):
+        iterate(ddp, zero, x)
+    before = handle.stats().sent_bytes
+    for x in batches(3):
+        iterate(ddp, zero, x)
+    stats = handle.stats()
+    per_step = (stats.sent_bytes - before) // 3
+    return stats, per_step
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_2p_on_the_wire_and_equal_states(world_size: int) -> None:
+    num_params = sum(p.numel() for p in Many().parameters())
+    results = run_ranks(world_size, _accounts)
+    for stats, per_step in results:
+        expected = 2 * 4 * num_params * (world_size - 1) / world_size
+        assert abs(per_step / expected - 1) < 0.01, "2P(n-1)/n elements, and a little padding"
+        assert (
+            abs(stats.state_bytes / (2 * 4 * num_params / world_size) - 1) < 0.005
+        )  # and 4 bytes of step count a piece
+        assert stats.num_buckets > 5
