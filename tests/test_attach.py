@@ -6,7 +6,10 @@ rounding per addition, so gradients agree to a few units in the last place, and 
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
+import time
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -14,11 +17,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import zerolap
+import zerolap_cpu_gloo
 from training import Mlp, assert_same_params, backward, batches
 from zerolap_conformance.ranks import run_ranks, try_ranks
 
@@ -30,10 +35,17 @@ OPTIMIZERS = (
 
 
 def attached(
-    ddp: DDP, params: Any, cls: Any, *, schedule: Any = "interleaved", process_group: Any = None, **defaults: Any
+    ddp: DDP,
+    params: Any,
+    cls: Any,
+    *,
+    schedule: Any = "interleaved",
+    gather: Any = "eager",
+    process_group: Any = None,
+    **defaults: Any,
 ) -> tuple[zerolap.ZeroRedundancyOptimizer, zerolap.Handle]:
     zero = zerolap.ZeroRedundancyOptimizer(params, cls, process_group=process_group, overlap_with_ddp=True, **defaults)
-    return zero, zerolap.attach(ddp, zero, schedule=schedule)
+    return zero, zerolap.attach(ddp, zero, schedule=schedule, gather=gather)
 
 
 def models(make: Callable[[], nn.Module] = Mlp, **options: Any) -> list[DDP]:
@@ -60,19 +72,19 @@ def iterate(model: nn.Module, optimizer: Any, x: Tensor) -> None:
 
 def _sweep() -> int:
     num_cases = 0
-    for schedule, as_view, static_graph, (cls, defaults) in product(
-        SCHEDULES, (False, True), (False, True), OPTIMIZERS
+    for schedule, gather, as_view, static_graph, (cls, defaults) in product(
+        SCHEDULES, ("eager", "lazy"), (False, True), (False, True), OPTIMIZERS
     ):
         oracle, ours = models(gradient_as_bucket_view=as_view, static_graph=static_graph)
         plain = cls(oracle.parameters(), **defaults)
-        zero, handle = attached(ours, ours.parameters(), cls, schedule=schedule, **defaults)
+        zero, handle = attached(ours, ours.parameters(), cls, schedule=schedule, gather=gather, **defaults)
         for i, x in enumerate(batches(6)):
             iterate(oracle, plain, x)
             zero.zero_grad()
             backward(ours, x)
             if schedule == "on_step":
                 zero.step()
-            assert_close_params(ours, oracle, (schedule, as_view, static_graph, cls.__name__, f"iteration {i}"))
+            assert_close_params(ours, oracle, (schedule, gather, as_view, static_graph, cls.__name__, i))
         assert handle.stats().num_updates == 6
         num_cases += 1
     return num_cases
@@ -80,7 +92,7 @@ def _sweep() -> int:
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_every_schedule_equals_ddp_and_the_plain_optimizer(world_size: int) -> None:
-    assert run_ranks(world_size, _sweep) == [24] * world_size
+    assert run_ranks(world_size, _sweep) == [48] * world_size
 
 
 def _groups(model: nn.Module) -> Any:
@@ -200,7 +212,7 @@ def test_a_sub_group() -> None:
 
 
 def _joins() -> None:
-    for schedule in ("interleaved", "after_backward"):
+    for schedule in SCHEDULES:
         oracle, ours = models()
         plain = torch.optim.SGD(oracle.parameters(), lr=0.1)
         zero, _ = attached(ours, ours.parameters(), torch.optim.SGD, schedule=schedule, lr=0.1)
@@ -217,6 +229,108 @@ def _joins() -> None:
 
 def test_uneven_inputs_with_join() -> None:
     run_ranks(2, _joins)
+
+
+# --- lazy gathers -----------------------------------------------------------------------------------------------------
+
+
+class Borrowers(nn.Module):
+    """Modules that use their children's weights by functions, keep references, tie, list or parametrize them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.TransformerEncoderLayer(16, 2, 24, dropout=0.0, batch_first=True)
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.recurrent = nn.LSTM(16, 16, batch_first=True)
+        self.listed = nn.ParameterList(nn.Parameter(torch.randn(16)) for _ in range(3))
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(16, 16))
+        self.first = nn.Linear(13, 16)
+        self.tied = nn.Linear(13, 16, bias=False)
+        self.tied.weight = self.first.weight
+        self.child = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = (self.first(x) + self.tied(x)).unsqueeze(1).expand(-1, 3, -1)
+        x = self.encoder(x)
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        x = self.recurrent(x)[0] * self.listed[0] + self.listed[2] + self.listed[1]
+        x = torch.utils.checkpoint.checkpoint(self.normed, x, use_reentrant=False)
+        return nn.functional.linear(x, self.child.weight, self.child.bias)
+
+
+def _slow_down(rank: int) -> None:
+    """One rank sends its parameters late: who does not wait for them computes with old ones."""
+    if dist.get_rank() != rank:
+        return
+    all_gather = zerolap_cpu_gloo.CpuGlooAdapter.all_gather
+
+    def late(self: Any, *args: Any, **kwargs: Any) -> Any:
+        time.sleep(0.01)
+        return all_gather(self, *args, **kwargs)
+
+    zerolap_cpu_gloo.CpuGlooAdapter.all_gather = late  # type: ignore[method-assign]
+
+
+def _assert_same_states(ours: nn.Module, oracle: nn.Module) -> None:
+    for a, b in zip(ours.state_dict().values(), oracle.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+
+
+def _lazily(schedule: str) -> None:
+    _slow_down(1)
+    oracle, ours = models(Borrowers)
+    plain = torch.optim.AdamW(oracle.parameters(), lr=0.01)
+    zero, handle = attached(ours, ours.parameters(), torch.optim.AdamW, schedule=schedule, gather="lazy", lr=0.01)
+    num_late = 0
+    for i, x in enumerate(batches(8)):
+        losses = []
+        for model, optimizer in ((oracle, plain), (ours, zero)):
+            optimizer.zero_grad()
+            loss = model(x).square().sum()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss)
+        num_late += len(zero._engine._gathers)
+        assert torch.equal(*losses), (schedule, i)
+        if i == 3:
+            _assert_same_states(ours.module, oracle.module)
+        if i == 4:
+            for made in (copy.deepcopy(ours.module), copy.deepcopy(ours.module)):
+                _assert_same_states(made, oracle.module)
+                assert type(made.child._parameters) is dict, "a copy is an ordinary module"
+        if i == 5:
+            layer = pickle.loads(pickle.dumps(ours.module.child))
+            assert torch.equal(layer.weight, oracle.module.child.weight)
+            ours.eval()
+            oracle.eval()
+            with torch.no_grad():
+                assert torch.equal(ours.module(x), oracle.module(x))
+            ours.train()
+            oracle.train()
+        if i == 6:
+            held = list(zero._all_params)  # references of one's own: finish() first
+            handle.finish()
+            assert all(torch.equal(a, b) for a, b in zip(held, plain.param_groups[0]["params"], strict=True))
+    assert num_late > 8, "nothing was ever late: the gather is not lazy"
+    assert_same_params(ours, oracle, schedule)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_lazy_gather_is_waited_for_wherever_a_parameter_is_used(schedule: str) -> None:
+    run_ranks(2, _lazily, schedule)
+
+
+def _compiled() -> None:
+    ddp = models(bucket_cap_mb=25)[0]
+    zero, _ = attached(ddp, ddp.parameters(), torch.optim.SGD, gather="lazy", lr=0.1)
+    compiled = torch.compile(ddp)
+    for x in batches(3):
+        iterate(compiled, zero, x)
+
+
+def test_a_lazy_gather_is_refused_under_compile() -> None:
+    for outcome in try_ranks(2, _compiled, limit=200):
+        assert 'use gather="eager" with torch.compile' in (outcome.error or ""), outcome.error
 
 
 # --- clipping, scaling, skipping --------------------------------------------------------------------------------------
@@ -300,7 +414,7 @@ def _refused(case: str) -> None:
         attached(ddp, ddp.parameters(), torch.optim.SGD, schedule="sometimes", lr=0.1)
     if case == "subset":
         attached(ddp, list(ddp.parameters())[:3], torch.optim.SGD, lr=0.1)
-    schedule = "on_step" if case in ("torchs scaler", "too early") else "interleaved"
+    schedule = "on_step" if case in ("torchs scaler", "torchs clip", "too early") else "interleaved"
     zero, _ = attached(ddp, ddp.parameters(), torch.optim.SGD, schedule=schedule, lr=0.1)
     if case == "too early":
         zero.clip_grad_norm_(1.0)
@@ -308,6 +422,9 @@ def _refused(case: str) -> None:
     scaler.scale(ddp(next(batches(1))).sum()).backward()
     if case == "clip":
         zero.clip_grad_norm_(1.0)
+    if case == "torchs clip":
+        torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
+        zero.step()
     scaler.step(zero)
 
 
@@ -317,6 +434,7 @@ REFUSALS = {
     "clip": r'clipping cannot work with updates inside backward.*schedule="on_step"',
     "scale": r'scaling losses cannot work with updates inside backward.*schedule="on_step"',
     "torchs scaler": r"use zerolap.GradScaler instead",
+    "torchs clip": r"gradients were changed between backward and step\(\).*optimizer.clip_grad_norm_\(\)",
     "too early": r"call this between backward\(\) and step\(\)",
 }
 

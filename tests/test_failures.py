@@ -233,4 +233,4 @@ def _scaled() -> None:
 
 def test_loss_scaling_is_refused_under_overlap() -> None:
     for outcome in try_ranks(2, _scaled):
-        assert "overlap_with_ddp=False to scale losses" in (outcome.error or "")
+        assert "scaling losses cannot work with updates inside backward" in (outcome.error or "")

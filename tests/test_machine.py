@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 
 from zerolap.errors import IllegalEventError
-from zerolap.machine import TABLES, Action, Agreement, Event, Machine, Phase, Schedule, Verb
+from zerolap.machine import TABLES, Action, Agreement, Event, Gather, Machine, Phase, Schedule, Verb
 
 COLLECTIVES = {Verb.REDUCE, Verb.MIGRATE, Verb.AGREE, Verb.GATHER}
 
@@ -124,6 +124,7 @@ def test_interleaved_updates_a_bucket_as_soon_as_it_comes() -> None:
         Action(Verb.STEP, 1),
         Action(Verb.GATHER, 1),
         Action(Verb.WAIT),
+        Action(Verb.FINISH),
     )
 
 
@@ -138,6 +139,7 @@ def test_after_backward_updates_everything_behind_the_last_bucket() -> None:
         Verb.STEP,
         Verb.GATHER,
         Verb.WAIT,
+        Verb.FINISH,
     ]
 
 
@@ -156,6 +158,7 @@ def test_the_first_backward_is_updated_too(schedule: Schedule) -> None:
         Action(Verb.STEP, 1),
         Action(Verb.GATHER, 1),
         Action(Verb.WAIT),
+        Action(Verb.FINISH),
     )
 
 
@@ -181,14 +184,15 @@ def _histories(num_ranks: int, num_backwards: int) -> Iterator[list[tuple[bool, 
 
 
 @pytest.mark.parametrize("schedule", Schedule)
+@pytest.mark.parametrize("gather", Gather)
 @pytest.mark.parametrize("agreement", Agreement)
 @pytest.mark.parametrize("num_buckets", [1, 2, 5])
 def test_all_ranks_emit_the_same_collectives_whatever_happens(
-    schedule: Schedule, agreement: Agreement, num_buckets: int
+    schedule: Schedule, gather: Gather, agreement: Agreement, num_buckets: int
 ) -> None:
     num_ranks = 3
-    for history in _histories(num_ranks, num_backwards=4):
-        machines = [Machine(schedule, agreement=agreement) for _ in range(num_ranks)]
+    for history in _histories(num_ranks, num_backwards=3):
+        machines = [Machine(schedule, gather=gather, agreement=agreement) for _ in range(num_ranks)]
         for is_changed, masks in history:
             emitted = [
                 _backward(machine, num_buckets=num_buckets, is_known=is_known, is_changed=is_changed)
@@ -202,7 +206,8 @@ def test_all_ranks_emit_the_same_collectives_whatever_happens(
                 for index in range(num_buckets):
                     of_bucket = [a.verb for a in actions if a.bucket == index and a.verb is not Verb.RECORD]
                     assert [v for v in of_bucket if v is not Verb.AGREE] == [Verb.REDUCE, Verb.STEP, Verb.GATHER]
-                assert actions[-1] == Action(Verb.WAIT)
+                assert actions[-1] == Action(Verb.FINISH)
+                assert (Action(Verb.WAIT) in actions) == (gather is Gather.EAGER)
 
 
 @pytest.mark.parametrize(
@@ -235,5 +240,6 @@ def test_a_new_backward_without_step_skips_the_update() -> None:
     assert machine.step_called() == (
         *(Action(verb, bucket) for bucket in (0, 1) for verb in (Verb.AGREE, Verb.STEP, Verb.GATHER)),
         Action(Verb.WAIT),
+        Action(Verb.FINISH),
     )
     assert machine.step_called() == ()

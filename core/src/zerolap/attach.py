@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from enum import Enum
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.optim
@@ -17,11 +18,13 @@ from torch.optim import Optimizer
 
 from zerolap.exchange import refuse_together
 from zerolap.hooks import agreement_of, guarded, meet
-from zerolap.machine import Schedule
+from zerolap.machine import Gather, Schedule
 from zerolap.native import NativeEngine
 from zerolap.optimizer import ZeroRedundancyOptimizer
 
 logger = logging.getLogger(__name__)
+
+E = TypeVar("E", bound=Enum)
 
 # Optimizers that treat every element by itself, known by exact type: a subclass may do otherwise, and can say that it does
 # not by a class attribute ``is_elementwise = True``.
@@ -48,6 +51,11 @@ class Handle:
         self._optimizer = optimizer
         self._engine = engine
 
+    def finish(self) -> None:
+        """Wait for all parameters that are still on their way."""
+        self._engine.raise_if_failed()
+        self._engine.wait_for_params()
+
     def stats(self) -> Stats:
         """Updates made, buckets, bytes this rank has sent for gradients and parameters, bytes of state it holds."""
         states: Mapping[Any, dict[str, Any]] = self._optimizer.optim.state
@@ -64,6 +72,7 @@ def attach(
     optimizer: ZeroRedundancyOptimizer,
     *,
     schedule: Literal["interleaved", "after_backward", "on_step"] = "interleaved",
+    gather: Literal["eager", "lazy"] = "eager",
 ) -> Handle:
     """Overlap ``optimizer`` with ``ddp``: gradients by reduce-scatter, parameters by all-gather, 2P elements on the wire.
 
@@ -71,15 +80,15 @@ def attach(
     update happens inside backward and ``step()`` may be left out; with ``on_step`` it happens in ``step()``, and gradients
     can be clipped or unscaled, or the step skipped, before. After backward a parameter's ``.grad`` is this rank's own
     gradient; the mean exists only in the shards.
+
+    With ``gather="eager"`` all parameters are back when backward or ``step()`` returns. With ``lazy`` they come while the
+    next forward runs: whoever reaches a parameter through its module waits for it, and ``handle.finish()`` waits for all.
     """
-    try:
-        when = Schedule(schedule)
-    except ValueError as error:
-        raise ValueError(f"schedule must be one of {[each.value for each in Schedule]}, got {schedule!r}") from error
+    when, how = _member(Schedule, schedule, "schedule"), _member(Gather, gather, "gather")
     refuse_together(
         lambda: _check_all_params(ddp, optimizer), group=optimizer.process_group, what="attaching an optimizer"
     )
-    reduce_group, group = meet(ddp, optimizer, settings=["native", when.value], num_groups=2)
+    reduce_group, group = meet(ddp, optimizer, settings=["native", when.value, how.value], num_groups=2)
     adapter = optimizer._adapter
     assert adapter is not None, "an optimizer under overlap has an adapter"
     is_elementwise = _is_elementwise(optimizer._optimizer_class)
@@ -97,13 +106,25 @@ def attach(
         schedule=when,
         agreement=agreement_of(ddp),
         on_update=optimizer._on_update,
+        gather=how,
     )
+    if how is Gather.LAZY:
+        from zerolap.lazy import wait_on_access  # takes a second to import: torch's compiler comes with it
+
+        wait_on_access(ddp.module, engine)
 
     def on_bucket(state: object, bucket: GradBucket) -> Future[Tensor]:
         return engine.on_bucket(bucket)
 
     ddp.register_comm_hook(None, guarded(ddp, on_bucket))
     return Handle(optimizer, engine)
+
+
+def _member(kind: type[E], value: str, name: str) -> E:
+    try:
+        return kind(value)
+    except ValueError as error:
+        raise ValueError(f"{name} must be one of {[each.value for each in kind]}, got {value!r}") from error
 
 
 def _check_all_params(ddp: DistributedDataParallel, optimizer: ZeroRedundancyOptimizer) -> None:

@@ -10,6 +10,7 @@ broadcasts.
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from zerolap.adapter import Adapter, Pending
 from zerolap.errors import CollectiveError, IllegalEventError, ZerolapError
 from zerolap.exchange import move_states
 from zerolap.lane import Waiter
-from zerolap.machine import Action, Agreement, Machine, Phase, Schedule, Verb
+from zerolap.machine import Action, Agreement, Gather, Machine, Phase, Schedule, Verb
 from zerolap.plan import BucketPlan, GroupRank, Layout, Piece, Plan, Policy, Slot, make_plan
 from zerolap.shards import (
     BucketShard,
@@ -98,6 +99,7 @@ class Engine(ABC):
         schedule: Schedule,
         agreement: Agreement,
         on_update: Callable[[], None],
+        gather: Gather = Gather.EAGER,
     ) -> None:
         self.schedule = schedule
         self._book = book
@@ -105,7 +107,7 @@ class Engine(ABC):
         self._group = group
         self._agreement = agreement
         self._on_update = on_update
-        self._machine = Machine(schedule, agreement=agreement)
+        self._machine = Machine(schedule, gather=gather, agreement=agreement)
         self._lane = adapter.lane("update")
         self._timeout = adapter.timeout(group).total_seconds() + _GRACE_SECONDS
         self._me = f"rank {dist.get_rank()}"
@@ -117,6 +119,7 @@ class Engine(ABC):
         self._index_of: dict[Tensor, int] = {}
         self._outside: list[Tensor] = []
         self._failure: BaseException | None = None
+        self._watched: tuple[Tensor, int, int] | None = None
 
         # The backward at hand: filled by backward's thread, used by the lane.
         self._arrivals: list[Arrival] = []
@@ -125,7 +128,12 @@ class Engine(ABC):
         self._installed: list[Installed] = []
         self._options: list[Options] | None = None
         self._stepped: LocalOptimizer | None = None
-        self._pending: list[Pending] = []
+        self._bucket_of: dict[Tensor, int] = {}
+
+        # Gathers under way: started by the lane, waited for by the lane or by whoever uses a parameter first. The lock is
+        # held while waiting, so that nobody takes a gather that another thread waits for as finished.
+        self._gathers: dict[int, Sequence[Pending]] = {}
+        self._gather_lock = threading.Lock()
 
         self._on_lane: dict[Verb, Callable[[int], None]] = {
             Verb.REDUCE: self._finish_reduce,
@@ -181,6 +189,7 @@ class Engine(ABC):
             self._arrive(bucket)
             if bucket.is_last():
                 self._refuse_thawed()
+                self._watch_gradients()
             if self._machine.phase is Phase.LAYOUT_SEEN:
                 actions += self._close_recording()
         except Exception as error:
@@ -191,6 +200,7 @@ class Engine(ABC):
     def step_called(self) -> None:
         """The user called step(). Does what is left to do: all of the update on_step, else nothing."""
         self.raise_if_failed()
+        self._refuse_changed_gradients()
         try:
             actions = self._machine.step_called()
         except IllegalEventError as error:
@@ -214,6 +224,32 @@ class Engine(ABC):
     def close(self) -> None:
         """End the progress thread; groups close with the last reference to them."""
         self._lane.close()
+
+    # --- waiting for parameters: on any thread ------------------------------------------------------------------------
+
+    def wait_for_param(self, param: Tensor) -> None:
+        """Return when ``param`` has its updated value; nothing to do in most calls."""
+        if self._gathers:
+            index = self._bucket_of.get(param)
+            if index is not None:
+                self._wait_for_bucket(index)
+
+    def wait_for_params(self) -> None:
+        """Return when every parameter has its updated value."""
+        for index in list(self._gathers):
+            self._wait_for_bucket(index)
+
+    def _wait_for_bucket(self, index: int) -> None:
+        if index not in self._gathers:
+            return
+        with self._gather_lock:
+            try:
+                for pending in self._gathers.get(index, ()):
+                    pending.wait()
+            except Exception as error:
+                self._failure = error
+                raise
+            self._gathers.pop(index, None)
 
     # --- on backward's thread -----------------------------------------------------------------------------------------
 
@@ -272,6 +308,34 @@ class Engine(ABC):
                 "reduced; wrap the model in DDP again after changing requires_grad, and attach a new optimizer to it"
             )
 
+    def _watch_gradients(self) -> None:
+        """See to it that one gradient's version is noted at the very end of backward, after DDP has written it."""
+        self._watched = None
+        if torch._C._current_graph_task_id() == -1:
+            return  # a rank that has joined runs hooks without a backward
+        engine = torch.autograd.Variable._execution_engine
+        # Twice, for DDP queues the callback that writes gradients after this one.
+        engine.queue_callback(lambda: engine.queue_callback(self._note_gradient))
+
+    def _note_gradient(self) -> None:
+        for param in self._layout[0].params if self._layout else ():
+            if param.grad is not None:
+                self._watched = (param, param.grad.data_ptr(), param.grad._version)
+                return
+
+    def _refuse_changed_gradients(self) -> None:
+        """One gradient tells: what clips or unscales gradients changes them all."""
+        watched, self._watched = self._watched, None
+        if watched is None:
+            return
+        param, memory, version = watched
+        if param.grad is not None and (param.grad.data_ptr(), param.grad._version) != (memory, version):
+            raise RuntimeError(
+                "gradients were changed between backward and step(), which has no effect here: the update uses, or has "
+                'used, the reduced ones. Use zerolap.attach(ddp, optimizer, schedule="on_step") with '
+                "optimizer.clip_grad_norm_() and zerolap.GradScaler, or overlap_with_ddp=False"
+            )
+
     def _fail(self, error: Exception, where: str) -> ZerolapError:
         self._failure = ZerolapError(f"{self._me}, {where}: {type(error).__name__}: {error}")
         self._machine.failed()
@@ -294,6 +358,8 @@ class Engine(ABC):
                 elif verb is Verb.MIGRATE:
                     self._install()
                 elif verb is Verb.WAIT:
+                    self.wait_for_params()
+                elif verb is Verb.FINISH:
                     self._finish_update()
             except Exception as error:
                 where = f"{self._me}, {'all buckets' if bucket is None else f'bucket {bucket}'}, {verb.name.lower()}"
@@ -326,6 +392,7 @@ class Engine(ABC):
         if installed.shard is None:
             return
         assert arrival.reduced is not None, "a bucket is reduced before it is stepped"
+        self._wait_for_bucket(index)  # of the last update: it reads the memory that is about to be written
         # Like DDP, take a result of another dtype: some compressing hooks return what they sent.
         reduced = arrival.reduced.to(arrival.recorded.buffer.dtype)
         installed.shard.set_grads(reduced, installed.used)
@@ -347,12 +414,10 @@ class Engine(ABC):
                 "move the model before it is wrapped in DDP and load into it by copy_ or load_state_dict"
             )
         if self._book.world_size > 1:
-            self._pending += self._start_gather(index, installed)
+            self._wait_for_bucket(index)
+            self._gathers[index] = self._start_gather(index, installed)
 
     def _finish_update(self) -> None:
-        for pending in self._pending:
-            pending.wait()
-        self._pending.clear()
         if self._options is None:
             self._step_local(self._book.locals[0])  # nothing here is ours: step over nothing, so that counters go on
         assert self._options is not None
@@ -367,6 +432,7 @@ class Engine(ABC):
     def _install(self) -> None:
         """Bring states to their new owners, parameters into flat buffers, and an optimizer to every shard."""
         assert self._plan is not None
+        self.wait_for_params()
         book = self._book
         params = book.params
         routes: dict[int, list[tuple[int, int, GroupRank]]] = {}
@@ -397,6 +463,7 @@ class Engine(ABC):
             self._installed.append(Installed(flat=flat, planned=planned, shard=shard))
             if shard is not None:
                 book.locals.append(shard.local)
+        self._bucket_of = {param: i for i, recorded in enumerate(self._layout) for param in recorded.params}
         for local in book.locals:
             local.inherit(older)
         book.load(states)

@@ -10,7 +10,7 @@ runs only if its bucket's place in the layout is known beforehand, so the machin
 * a layout already planned for is **overlapped**: a bucket is updated when the schedule says so.
 
 Both apply every update, the first backward's included, and both emit the same collectives in the same order:
-``REDUCE 0..n-1`` on DDP's own group, ``AGREE i, GATHER i`` for ``i = 0..n-1`` on the optimizer's. That is the law that
+``REDUCE 0..n-1`` on one group, ``AGREE i, GATHER i`` for every bucket i in a fixed order on another. That is the law that
 makes deadlock impossible when some ranks record while others overlap (a rank that has joined early always records).
 
 The names UNINITIALIZED, DDP_HAS_REBUILT_BUCKETS and INITIALIZED mean what they mean in torch's ``_OverlapStatus``.
@@ -33,6 +33,13 @@ class Schedule(Enum):
     INTERLEAVED = "interleaved"  # as soon as it is reduced, inside backward
     AFTER_BACKWARD = "after_backward"  # once the last bucket is computed, while reductions are outstanding
     ON_STEP = "on_step"  # when the user calls step(): gradients can be clipped, unscaled or skipped before
+
+
+class Gather(Enum):
+    """When updated parameters are waited for."""
+
+    EAGER = "eager"  # before backward or step() returns
+    LAZY = "lazy"  # when they are used next
 
 
 class Agreement(Enum):
@@ -78,7 +85,8 @@ class Verb(Enum):
     AGREE = auto()  # find out which of this bucket's parameters any rank used: a collective
     STEP = auto()  # update this rank's shard of this bucket
     GATHER = auto()  # start sending this bucket's updated shards to all ranks: a collective
-    WAIT = auto()  # make sure that all parameters are back before backward returns
+    WAIT = auto()  # make sure that all parameters are back before backward or step() returns
+    FINISH = auto()  # the update is over
 
 
 class Action(NamedTuple):
@@ -95,8 +103,8 @@ class _Do(Enum):
     REDUCE = auto()
     PLAN = auto()  # PLAN, MIGRATE
     UPDATE_EARLY = auto()  # AGREE, STEP, GATHER of the bucket at hand if the schedule is interleaved
-    UPDATE_REST = auto()  # AGREE, STEP, GATHER of every bucket not updated yet, in bucket order
-    WAIT = auto()
+    UPDATE_REST = auto()  # AGREE, STEP, GATHER of every bucket not updated yet
+    FINISH = auto()  # WAIT, unless the gather is lazy, and FINISH
 
 
 class Transition(NamedTuple):
@@ -123,13 +131,13 @@ IN_BACKWARD: Final[Table] = MappingProxyType(
             Event.FAILURE: Transition(Phase.FAILED),
         },
         Phase.LAYOUT_SEEN: {
-            Event.LAYOUT_KEPT: Transition(Phase.INITIALIZED, (_Do.UPDATE_REST, _Do.WAIT)),
-            Event.LAYOUT_CHANGED: Transition(Phase.INITIALIZED, (_Do.PLAN, _Do.UPDATE_REST, _Do.WAIT)),
+            Event.LAYOUT_KEPT: Transition(Phase.INITIALIZED, (_Do.UPDATE_REST, _Do.FINISH)),
+            Event.LAYOUT_CHANGED: Transition(Phase.INITIALIZED, (_Do.PLAN, _Do.UPDATE_REST, _Do.FINISH)),
             Event.FAILURE: Transition(Phase.FAILED),
         },
         Phase.INITIALIZED: {
             Event.BUCKET: Transition(Phase.OVERLAPPING, (_Do.REDUCE, _Do.UPDATE_EARLY)),
-            Event.LAST_BUCKET: Transition(Phase.INITIALIZED, (_Do.REDUCE, _Do.UPDATE_REST, _Do.WAIT)),
+            Event.LAST_BUCKET: Transition(Phase.INITIALIZED, (_Do.REDUCE, _Do.UPDATE_REST, _Do.FINISH)),
             Event.UNKNOWN_BUCKET: Transition(Phase.DDP_HAS_REBUILT_BUCKETS, _RECORDED),
             Event.LAST_UNKNOWN_BUCKET: Transition(Phase.LAYOUT_SEEN, _RECORDED),
             Event.STEP_CALLED: Transition(Phase.INITIALIZED),
@@ -137,7 +145,7 @@ IN_BACKWARD: Final[Table] = MappingProxyType(
         },
         Phase.OVERLAPPING: {
             Event.BUCKET: Transition(Phase.OVERLAPPING, (_Do.REDUCE, _Do.UPDATE_EARLY)),
-            Event.LAST_BUCKET: Transition(Phase.INITIALIZED, (_Do.REDUCE, _Do.UPDATE_REST, _Do.WAIT)),
+            Event.LAST_BUCKET: Transition(Phase.INITIALIZED, (_Do.REDUCE, _Do.UPDATE_REST, _Do.FINISH)),
             Event.FAILURE: Transition(Phase.FAILED),
         },
         Phase.REDUCED: {},  # the update never waits for step()
@@ -174,7 +182,7 @@ ON_STEP: Final[Table] = MappingProxyType(
             Event.LAST_BUCKET: Transition(Phase.REDUCED, (_Do.REDUCE,)),
             Event.UNKNOWN_BUCKET: Transition(Phase.DDP_HAS_REBUILT_BUCKETS, _RECORDED),
             Event.LAST_UNKNOWN_BUCKET: Transition(Phase.LAYOUT_SEEN, _RECORDED),
-            Event.STEP_CALLED: Transition(Phase.INITIALIZED, (_Do.UPDATE_REST, _Do.WAIT)),
+            Event.STEP_CALLED: Transition(Phase.INITIALIZED, (_Do.UPDATE_REST, _Do.FINISH)),
             Event.FAILURE: Transition(Phase.FAILED),
         },
     }
@@ -200,8 +208,11 @@ class _Position:
 class Machine:
     """One rank's overlap machine. Feed it events in the order they happen; do what it returns in that order."""
 
-    def __init__(self, schedule: Schedule, *, agreement: Agreement = Agreement.NEVER) -> None:
+    def __init__(
+        self, schedule: Schedule, *, gather: Gather = Gather.EAGER, agreement: Agreement = Agreement.NEVER
+    ) -> None:
         self._schedule = schedule
+        self._gather = gather
         self._agreement = agreement
         self._table = TABLES[schedule]
         self._at = _Position()
@@ -250,7 +261,7 @@ class Machine:
         if event is Event.LAYOUT_CHANGED:
             at = replace(at, has_new_layout=True)
         actions, num_updated = self._expand(transition.do, at)
-        has_new_layout = at.has_new_layout and Action(Verb.WAIT) not in actions
+        has_new_layout = at.has_new_layout and Action(Verb.FINISH) not in actions
         self._at = replace(at, phase=transition.to, num_updated=num_updated, has_new_layout=has_new_layout)
         return actions
 
@@ -269,14 +280,24 @@ class Machine:
                 case _Do.UPDATE_EARLY | _Do.UPDATE_REST:
                     if what is _Do.UPDATE_EARLY and self._schedule is not Schedule.INTERLEAVED:
                         continue
-                    for bucket in range(updated, at.num_seen):
+                    for bucket in self._in_order(range(updated, at.num_seen)):
                         if agrees:
                             actions.append(Action(Verb.AGREE, bucket))
                         actions += (Action(Verb.STEP, bucket), Action(Verb.GATHER, bucket))
                     updated = at.num_seen
-                case _Do.WAIT:
-                    actions.append(Action(Verb.WAIT))
+                case _Do.FINISH:
+                    if self._gather is Gather.EAGER:
+                        actions.append(Action(Verb.WAIT))
+                    actions.append(Action(Verb.FINISH))
         return tuple(actions), updated
+
+    def _in_order(self, buckets: range) -> range:
+        """A lazy gather starts with what the next forward needs first: DDP fills its buckets from the model's end.
+
+        Not if buckets are updated as they come: a rank that records would then gather in another order than the others.
+        """
+        is_reversed = self._gather is Gather.LAZY and self._schedule is not Schedule.INTERLEAVED
+        return buckets[::-1] if is_reversed else buckets
 
 
 def to_mermaid(table: Table) -> str:

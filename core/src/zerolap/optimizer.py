@@ -235,8 +235,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     # --- Join ---------------------------------------------------------------------------------------------------------
 
     def join_hook(self, **_kwargs: Any) -> JoinHook:
-        """Shadow ``step()`` for ranks that have run out of inputs; under overlap DDP's own join hook does all of it."""
-        return JoinHook() if self._overlap_with_ddp else _StepJoinHook(self)
+        """Shadow ``step()`` for ranks without inputs; where updates are in backward, DDP's own join hook does all of it."""
+        in_backward = self._overlap_with_ddp and not (self._engine and self._engine.schedule is Schedule.ON_STEP)
+        return JoinHook() if in_backward else _StepJoinHook(self)
 
     @property
     def join_device(self) -> torch.device:

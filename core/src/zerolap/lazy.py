@@ -1,0 +1,90 @@
+"""Waiting for a parameter where it is used: modules whose parameters may still be on their way. Nothing here knows how.
+
+Every way to a parameter through its module waits: attribute access, which is how layers and functions that borrow a child's
+weights reach it, iteration (``parameters()``, ``state_dict()``, ``to()``), copying and pickling. Modules that keep
+references of their own (recurrent layers do) are covered by a hook before their forward.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import ItemsView, ValuesView
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo import eval_frame
+
+
+class ParamWaiter(Protocol):
+    def wait_for_param(self, param: Tensor) -> None: ...
+
+    def wait_for_params(self) -> None: ...
+
+
+class _WaitingParameters(dict[str, nn.Parameter | None]):
+    """A module's parameters, each waited for before it is handed out."""
+
+    def __init__(self, parameters: dict[str, nn.Parameter | None], waiter: ParamWaiter) -> None:
+        super().__init__(parameters)
+        self._waiter = waiter
+
+    def wait(self) -> None:
+        for param in super().values():
+            if param is not None:
+                self._waiter.wait_for_param(param)
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        param = super().__getitem__(name)
+        if param is not None:
+            self._waiter.wait_for_param(param)
+        return param
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.wait()
+        return super().get(name, default)
+
+    def items(self) -> ItemsView[str, nn.Parameter | None]:  # type: ignore[override]
+        self.wait()
+        return super().items()
+
+    def values(self) -> ValuesView[nn.Parameter | None]:  # type: ignore[override]
+        self.wait()
+        return super().values()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        self.wait()  # the copy is of an ordinary module: nobody updates it
+        return {name: copy.deepcopy(param, memo) for name, param in super().items()}
+
+    def __reduce__(self) -> Any:
+        self.wait()
+        return dict, (list(super().items()),)
+
+
+def wait_on_access(module: nn.Module, waiter: ParamWaiter) -> None:
+    """From now on whoever reaches a parameter through ``module`` or one of its children waits for it."""
+    module.register_forward_pre_hook(_refuse_compiled)
+    for child in module.modules():
+        if child._parameters:
+            child._parameters = _WaitingParameters(child._parameters, waiter)
+            child.register_forward_pre_hook(_before_forward)
+
+
+# Hooks are functions of this file, not closures, so that modules stay picklable. Neither is ever traced: a trace would
+# run them once and never again.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _before_forward(module: nn.Module, args: Any) -> None:
+    if isinstance(module._parameters, _WaitingParameters):  # a copy's are ordinary
+        module._parameters.wait()
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _refuse_compiled(module: nn.Module, args: Any) -> None:
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_filename == eval_frame.__file__ and "compile_wrapper" in frame.f_code.co_name:
+            raise RuntimeError(
+                'gather="lazy" cannot wait inside a compiled forward; use gather="eager" with torch.compile'
+            )
