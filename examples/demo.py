@@ -17,7 +17,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import zerolap
@@ -109,12 +108,11 @@ def main() -> None:
 
     plain_model, sharded_model = make_model(vocabulary), make_model(vocabulary)
     plain = torch.optim.AdamW(plain_model.parameters(), lr=1e-3, fused=True)
-    # Two lines change: the optimizer, and the hook that updates it inside backward.
+    # Two lines change: the optimizer, and what overlaps it with backward.
     sharded = zerolap.ZeroRedundancyOptimizer(
         sharded_model.parameters(), torch.optim.AdamW, overlap_with_ddp=True, lr=1e-3, fused=True
     )
-    hook = zerolap.hook_with_zero_step_interleaved(allreduce_hook, sharded_model, sharded)
-    sharded_model.register_comm_hook(None, hook)
+    zerolap.attach(sharded_model, sharded, schedule="interleaved")
     contestants = (Contestant("DDP + AdamW", plain_model, plain), Contestant("zerolap", sharded_model, sharded))
 
     num_params = sum(p.numel() for p in plain_model.parameters())

@@ -24,6 +24,13 @@ from zerolap_conformance.ranks import run_ranks, try_ranks
 
 GROUP_TIMEOUT = 6.0
 
+NATIVE: list[dict[str, Any]] = [
+    {"schedule": schedule, "gather": gather}
+    for schedule in ("interleaved", "after_backward", "on_step")
+    for gather in ("eager", "lazy")
+]
+ALL_WAYS = range(len(HOOK_MAKERS) + len(NATIVE))
+
 
 class _FailingSGD(torch.optim.SGD):
     """Fails on rank 1, in the third step of any of its shards."""
@@ -97,12 +104,17 @@ def _train(
     torch.manual_seed(0)
     ddp = DDP(make_model(), bucket_cap_mb=0.004)
     state = None if hook is allreduce_hook else {"count": 0}
-    zero = overlapped(ddp, ddp.parameters(), cls, hook_maker=HOOK_MAKERS[which], hook=hook, state=state, lr=0.1)
+    if which < len(HOOK_MAKERS):
+        zero = overlapped(ddp, ddp.parameters(), cls, hook_maker=HOOK_MAKERS[which], hook=hook, state=state, lr=0.1)
+    else:
+        zero = zerolap.ZeroRedundancyOptimizer(ddp.parameters(), cls, overlap_with_ddp=True, lr=0.1)
+        zerolap.attach(ddp, zero, **NATIVE[which - len(HOOK_MAKERS)])
     for i, x in enumerate(batches(10)):
         if leave and i == 4 and dist.get_rank() == 1:
             os._exit(7)
         try:
             backward(ddp, x)
+            zero.step()
         except Exception as error:
             # The failure stays: going on is refused, with the first error named again.
             with pytest.raises(zerolap.ZerolapError, match=r"failed earlier|did not finish") as again:
@@ -146,6 +158,14 @@ def test_a_failure_on_one_rank_ends_all_ranks_by_name(name: str, which: int) -> 
         assert outcome.seconds < GROUP_TIMEOUT + 12
 
 
+@pytest.mark.parametrize("which", ALL_WAYS[len(HOOK_MAKERS) :])
+def test_a_failing_optimizer_on_one_rank_ends_all_ranks_by_name_natively(which: int) -> None:
+    outcomes = try_ranks(2, _train, which, limit=60, group_timeout=GROUP_TIMEOUT, cls=_FailingSGD)
+    assert re.search(r"rank 1, bucket \d, step: ArithmeticError: the optimizer is out of luck", outcomes[1].error or "")
+    assert re.search(r"rank 0, bucket \d: ", outcomes[0].error or ""), outcomes[0].error
+    assert outcomes[0].seconds < GROUP_TIMEOUT + 12
+
+
 @pytest.mark.parametrize("which", range(len(HOOK_MAKERS)))
 def test_a_hook_whose_future_never_completes_is_ended_by_a_timeout_that_names_the_bucket(which: int) -> None:
     for rank, outcome in enumerate(try_ranks(2, _train, which, limit=60, group_timeout=3, hook=_hook_that_never_ends)):
@@ -153,14 +173,14 @@ def test_a_hook_whose_future_never_completes_is_ended_by_a_timeout_that_names_th
         assert re.search(rf"rank {rank}, bucket 1: .*not done after \d+ s", outcome.error), outcome.error
 
 
-@pytest.mark.parametrize("which", range(len(HOOK_MAKERS)))
+@pytest.mark.parametrize("which", ALL_WAYS)
 def test_an_error_in_the_model_on_one_rank_ends_the_others_by_name(which: int) -> None:
     outcomes = try_ranks(2, _train, which, limit=60, group_timeout=GROUP_TIMEOUT, make_model=_FailingModel)
     assert "the model is out of luck" in (outcomes[1].error or "")
     assert re.search(r"SURFACED\[.*rank 0, bucket \d: ", outcomes[0].error or "", re.DOTALL), outcomes[0].error
 
 
-@pytest.mark.parametrize("which", range(len(HOOK_MAKERS)))
+@pytest.mark.parametrize("which", ALL_WAYS)
 def test_a_rank_that_dies_ends_the_others_by_name(which: int) -> None:
     outcomes = try_ranks(2, _train, which, limit=60, group_timeout=GROUP_TIMEOUT, leave=True)
     assert "exit code 7" in (outcomes[1].error or "")
@@ -172,9 +192,13 @@ def _lanes() -> list[str]:
 
 
 def _attach_many() -> None:
-    for _ in range(20):
+    for i in range(20):
         ddp = DDP(Mlp(), bucket_cap_mb=0.004)
-        zero = overlapped(ddp, ddp.parameters(), torch.optim.SGD, lr=0.1)
+        if i % 2:
+            zero = overlapped(ddp, ddp.parameters(), torch.optim.SGD, lr=0.1)
+        else:
+            zero = zerolap.ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.1)
+            zerolap.attach(ddp, zero, gather="lazy")
         for x in batches(2):
             backward(ddp, x)
         assert _lanes() == ["zerolap-update"]

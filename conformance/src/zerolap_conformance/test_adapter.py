@@ -88,11 +88,36 @@ def _collectives(adapter: zerolap.Adapter) -> None:
     assert votes.tolist() == [1, 1, 0]
 
 
+def _scatter_and_gather(adapter: zerolap.Adapter) -> None:
+    group, device = _own_group(adapter), _device(adapter)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    under_way = []
+    for tag, size in enumerate(SIZES):
+        sizes = [max(0, size - 3 * r) for r in range(world_size)]  # parts of different sizes, some of them empty
+        parts = [torch.full((n,), float(10 * r + rank), device=device) for r, n in enumerate(sizes)]
+        before = [part.clone() for part in parts]
+        into = torch.full((sizes[rank],), -1.0, device=device)
+        reduction = adapter.reduce_scatter(parts, into=into, group=group, tag=tag, what=f"reduce-scatter of {size}")
+        under_way.append((reduction, parts, before, into))
+    for reduction, parts, before, into in under_way:
+        reduction.wait()
+        assert (into == sum(10 * rank + r for r in range(world_size))).all(), into
+        assert all(torch.equal(a, b) for a, b in zip(parts, before, strict=True)), "the input was changed"
+    for tag, size in enumerate(SIZES):
+        parts = [torch.full((max(0, size - 3 * r),), float(rank), device=device) for r in range(world_size)]
+        adapter.all_gather(parts, group=group, tag=tag, what=f"all-gather of {size}").wait()
+        assert all((part == r).all() for r, part in enumerate(parts)), parts
+
+
+def test_parts_are_scattered_and_gathered(adapter: zerolap.Adapter, nproc: int) -> None:
+    run_ranks(nproc, _scatter_and_gather, adapter, backend=adapter.backend)
+
+
 def test_collectives_are_right_on_a_group_of_our_own(adapter: zerolap.Adapter, nproc: int) -> None:
     run_ranks(nproc, _collectives, adapter, backend=adapter.backend)
 
 
-def _overlap(adapter: zerolap.Adapter, make_hook: Callable[..., Any], shard_buckets: bool) -> None:
+def _overlap(adapter: zerolap.Adapter, overlap: Callable[[DistributedDataParallel, Any], object]) -> None:
     device = _device(adapter)
     models = []
     for _ in range(2):
@@ -103,7 +128,7 @@ def _overlap(adapter: zerolap.Adapter, make_hook: Callable[..., Any], shard_buck
     oracle.register_comm_hook(None, allreduce_hook)
     plain = torch.optim.AdamW(oracle.parameters(), lr=0.01)
     zero = zerolap.ZeroRedundancyOptimizer(ours.parameters(), torch.optim.AdamW, overlap_with_ddp=True, lr=0.01)
-    ours.register_comm_hook(None, make_hook(allreduce_hook, ours, zero, shard_buckets=shard_buckets))
+    overlap(ours, zero)
     for i in range(6):
         x = torch.randn(4, 31, generator=torch.Generator().manual_seed(100 * i + dist.get_rank())).to(device)
         for model, optimizer in ((oracle, plain), (ours, zero)):
@@ -111,14 +136,44 @@ def _overlap(adapter: zerolap.Adapter, make_hook: Callable[..., Any], shard_buck
             model(x).square().sum().backward()
             optimizer.step()
         for a, b in zip(ours.parameters(), oracle.parameters(), strict=True):
-            assert torch.equal(a, b), f"iteration {i}: off by {(a - b).abs().max().item():.3g}"
+            # Bitwise on 2 ranks; for more, sums over ranks may be taken in another order than the oracle's.
+            tolerance = 0.0 if dist.get_world_size() <= 2 else 1e-5
+            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, msg=lambda m: f"iteration {i}: {m}")  # noqa: B023
+
+
+@dataclasses.dataclass(frozen=True)
+class ByHook:
+    """Overlap by one of torch's two hooks."""
+
+    make_hook: Callable[..., Any]
+    shard_buckets: bool
+
+    def __call__(self, ddp: DistributedDataParallel, zero: Any) -> None:
+        ddp.register_comm_hook(None, self.make_hook(allreduce_hook, ddp, zero, shard_buckets=self.shard_buckets))
+
+
+@dataclasses.dataclass(frozen=True)
+class Natively:
+    """Overlap by attach()."""
+
+    schedule: Any
+    gather: Any
+
+    def __call__(self, ddp: DistributedDataParallel, zero: Any) -> None:
+        zerolap.attach(ddp, zero, schedule=self.schedule, gather=self.gather)
 
 
 @pytest.mark.parametrize("shard_buckets", [False, True])
 @pytest.mark.parametrize(
     "make_hook", [zerolap.hook_with_zero_step, zerolap.hook_with_zero_step_interleaved], ids=["after", "interleaved"]
 )
-def test_overlap_equals_the_oracle(
+def test_overlap_by_hook_equals_the_oracle(
     adapter: zerolap.Adapter, nproc: int, make_hook: Callable[..., Any], shard_buckets: bool
 ) -> None:
-    run_ranks(nproc, _overlap, adapter, make_hook, shard_buckets, backend=adapter.backend)
+    run_ranks(nproc, _overlap, adapter, ByHook(make_hook, shard_buckets), backend=adapter.backend)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "after_backward", "on_step"])
+@pytest.mark.parametrize("gather", ["eager", "lazy"])
+def test_native_overlap_equals_the_oracle(adapter: zerolap.Adapter, nproc: int, schedule: str, gather: str) -> None:
+    run_ranks(nproc, _overlap, adapter, Natively(schedule, gather), backend=adapter.backend)

@@ -1,0 +1,69 @@
+"""Bytes on a wire, from the interface's own counters: two hosts, made of network namespaces and joined by a veth pair."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+TAG = f"zl{os.getpid() % 100_000}"  # names of our own, so that nobody else's namespaces are touched
+WORKER = Path(__file__).parent / "net_worker.py"
+
+
+def _ip(*args: str) -> None:
+    subprocess.run(["ip", *args], check=True, timeout=20, capture_output=True)
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[tuple[str, str, str]]]:
+    """(namespace, interface, address) of two hosts that see nothing but each other."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("needs root and the ip command to make network namespaces")
+    made = [(f"{TAG}{side}", f"{TAG}v{side}", f"10.231.9.{i}") for i, side in enumerate("ab", 1)]
+    try:
+        for namespace, _, _ in made:
+            _ip("netns", "add", namespace)
+        _ip("link", "add", made[0][1], "type", "veth", "peer", "name", made[1][1])
+        for namespace, interface, address in made:
+            _ip("link", "set", interface, "netns", namespace)
+            _ip("-n", namespace, "addr", "add", f"{address}/24", "dev", interface)
+            _ip("-n", namespace, "link", "set", interface, "mtu", "65000", "up")  # large frames, so that headers are few
+            _ip("-n", namespace, "link", "set", "lo", "up")
+        yield made
+    finally:
+        for namespace, _, _ in made:  # takes its end of the pair with it
+            subprocess.run(["ip", "netns", "del", namespace], check=False, timeout=20, capture_output=True)
+
+
+@pytest.mark.parametrize(("schedule", "gather"), [("interleaved", "eager"), ("on_step", "lazy")])
+def test_2p_elements_cross_the_wire(hosts: list[tuple[str, str, str]], schedule: str, gather: str) -> None:
+    ranks = []
+    for rank, (namespace, interface, _) in enumerate(hosts):
+        env = {
+            **os.environ,
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": hosts[0][2],
+            "MASTER_PORT": "29400",  # free: the namespace is new
+            "GLOO_SOCKET_IFNAME": interface,
+        }
+        command = ["ip", "netns", "exec", namespace, sys.executable, str(WORKER), schedule, gather]
+        ranks.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    try:
+        results = [rank.communicate(timeout=90) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    for rank, (out, err) in zip(ranks, results, strict=True):
+        assert rank.returncode == 0, err
+        said = json.loads(out.splitlines()[-1])
+        expected = 2 * 4 * said["params"] / 2  # 2P(n-1)/n elements of 4 bytes, on 2 ranks
+        assert abs(said["sent"] / expected - 1) < 0.001
+        # What the interface counts has headers on top, and acknowledgements of what the other has sent.
+        assert 1 <= said["counted"] / expected < 1.01, said
