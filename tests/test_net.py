@@ -33,7 +33,9 @@ def hosts() -> Iterator[list[tuple[str, str, str]]]:
         for namespace, interface, address in made:
             _ip("link", "set", interface, "netns", namespace)
             _ip("-n", namespace, "addr", "add", f"{address}/24", "dev", interface)
-            _ip("-n", namespace, "link", "set", interface, "mtu", "65000", "up")  # large frames, so that headers are few
+            _ip(
+                "-n", namespace, "link", "set", interface, "mtu", "65000", "up"
+            )  # large frames, so that headers are few
             _ip("-n", namespace, "link", "set", "lo", "up")
         yield made
     finally:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from zerolap.exchange import refuse_together
 from zerolap.hooks import agreement_of, guarded, meet
 from zerolap.machine import Gather, Schedule
-from zerolap.native import NativeEngine
+from zerolap.native import NativeEngine, Precision
 from zerolap.optimizer import ZeroRedundancyOptimizer
 
 logger = logging.getLogger(__name__)
@@ -32,6 +32,7 @@ _ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
     for name in ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop")
 )
+_WITH_FUSED = frozenset(getattr(torch.optim, name) for name in ("SGD", "Adam", "AdamW", "Adagrad"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +57,10 @@ class Handle:
         self._engine.raise_if_failed()
         self._engine.wait_for_params()
 
+    def refresh_masters(self) -> None:
+        """Take over parameters that were set by hand; ``load_state_dict`` of the module does this by itself."""
+        self._engine.refresh_masters()
+
     def stats(self) -> Stats:
         """Updates made, buckets, bytes this rank has sent for gradients and parameters, bytes of state it holds."""
         states: Mapping[Any, dict[str, Any]] = self._optimizer.optim.state
@@ -73,6 +78,9 @@ def attach(
     *,
     schedule: Literal["interleaved", "after_backward", "on_step"] = "interleaved",
     gather: Literal["eager", "lazy"] = "eager",
+    master_weights: bool = False,
+    reduce_dtype: torch.dtype | None = None,
+    gather_dtype: torch.dtype | None = None,
 ) -> Handle:
     """Overlap ``optimizer`` with ``ddp``: gradients by reduce-scatter, parameters by all-gather, 2P elements on the wire.
 
@@ -83,12 +91,22 @@ def attach(
 
     With ``gather="eager"`` all parameters are back when backward or ``step()`` returns. With ``lazy`` they come while the
     next forward runs: whoever reaches a parameter through its module waits for it, and ``handle.finish()`` waits for all.
+
+    ``master_weights`` keeps, in the shards, a copy in single precision of parameters of 16 bits, from which they are rounded
+    after each update; it is saved with the optimizer's state. ``reduce_dtype`` is the dtype in which gradients are sent and
+    summed, ``gather_dtype`` the one in which parameters are sent, for both the parameters' own if not given. A
+    ``gather_dtype`` narrower than a parameter rounds it on all ranks, and needs ``master_weights``.
+
+    Where class and device have a fused implementation it is used, unless ``fused`` or ``foreach`` was given.
     """
+    precision = Precision(master_weights=master_weights, reduce_dtype=reduce_dtype, gather_dtype=gather_dtype)
     when, how = _member(Schedule, schedule, "schedule"), _member(Gather, gather, "gather")
     refuse_together(
-        lambda: _check_all_params(ddp, optimizer), group=optimizer.process_group, what="attaching an optimizer"
+        lambda: _check_attachable(ddp, optimizer, precision),
+        group=optimizer.process_group,
+        what="attaching an optimizer",
     )
-    reduce_group, group = meet(ddp, optimizer, settings=["native", when.value, how.value], num_groups=2)
+    reduce_group, group = meet(ddp, optimizer, settings=["native", when.value, how.value, str(precision)], num_groups=2)
     adapter = optimizer._adapter
     assert adapter is not None, "an optimizer under overlap has an adapter"
     is_elementwise = _is_elementwise(optimizer._optimizer_class)
@@ -97,10 +115,12 @@ def attach(
             "%s is not known to treat every element by itself: its shards are whole parameters, less evenly shared",
             optimizer._optimizer_class,
         )
+    _use_fused(optimizer)
     engine = optimizer._engine = NativeEngine(
         optimizer._book,
         reduce_group=reduce_group,
         cut=adapter.capabilities.exact_cut if is_elementwise else None,
+        precision=precision,
         adapter=adapter,
         group=group,
         schedule=when,
@@ -108,6 +128,8 @@ def attach(
         on_update=optimizer._on_update,
         gather=how,
     )
+    if master_weights:
+        ddp.module.register_load_state_dict_post_hook(_RefreshMasters(engine))
     if how is Gather.LAZY:
         from zerolap.lazy import wait_on_access  # takes a second to import: torch's compiler comes with it
 
@@ -120,6 +142,31 @@ def attach(
     return Handle(optimizer, engine)
 
 
+class _RefreshMasters:
+    """Runs when the module has loaded a state dict. A copy of the module, or one from a file, has no masters to refresh."""
+
+    def __init__(self, engine: NativeEngine | None = None) -> None:
+        self._engine = engine
+
+    def __call__(self, module: object, incompatible_keys: object) -> None:
+        if self._engine is not None:
+            self._engine.refresh_masters()
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return (_RefreshMasters, ())
+
+
+def _use_fused(optimizer: ZeroRedundancyOptimizer) -> None:
+    """Turn on the fused implementation where class and device have one and the user has said nothing about it."""
+    devices = torch.utils._foreach_utils._get_fused_kernels_supported_devices()
+    has_fused = optimizer._optimizer_class in _WITH_FUSED and all(
+        param.device.type in devices and param.is_floating_point() for param in optimizer._all_params
+    )
+    for group in optimizer.param_groups if has_fused else ():
+        if group["fused"] is None and group["foreach"] is None and not group["differentiable"]:
+            group["fused"] = not group.get("capturable")
+
+
 def _member(kind: type[E], value: str, name: str) -> E:
     try:
         return kind(value)
@@ -127,7 +174,17 @@ def _member(kind: type[E], value: str, name: str) -> E:
         raise ValueError(f"{name} must be one of {[each.value for each in kind]}, got {value!r}") from error
 
 
-def _check_all_params(ddp: DistributedDataParallel, optimizer: ZeroRedundancyOptimizer) -> None:
+def _check_attachable(ddp: DistributedDataParallel, optimizer: ZeroRedundancyOptimizer, precision: Precision) -> None:
+    for name in ("reduce_dtype", "gather_dtype"):
+        dtype = getattr(precision, name)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(f"{name} must be a floating-point dtype, got {dtype!r}")
+    sent = precision.gather_dtype
+    widest = max((param.dtype for param in optimizer._all_params), key=lambda dtype: dtype.itemsize)
+    if sent is not None and sent.itemsize > widest.itemsize:
+        raise ValueError(f"gather_dtype={sent} is wider than {widest}: it would send more for nothing")
+    if sent is not None and sent.itemsize < widest.itemsize and not precision.master_weights:
+        raise ValueError(f"gather_dtype={sent} rounds parameters of {widest} at every step; add master_weights=True")
     mine = set(optimizer._all_params)
     left_out = [name for name, param in ddp.module.named_parameters() if param.requires_grad and param not in mine]
     if left_out:

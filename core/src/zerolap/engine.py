@@ -393,9 +393,7 @@ class Engine(ABC):
             return
         assert arrival.reduced is not None, "a bucket is reduced before it is stepped"
         self._wait_for_bucket(index)  # of the last update: it reads the memory that is about to be written
-        # Like DDP, take a result of another dtype: some compressing hooks return what they sent.
-        reduced = arrival.reduced.to(arrival.recorded.buffer.dtype)
-        installed.shard.set_grads(reduced, installed.used)
+        installed.shard.set_grads(arrival.reduced, installed.used)
         self._step_local(installed.shard.local)
 
     def _step_local(self, local: LocalOptimizer) -> None:
@@ -403,7 +401,7 @@ class Engine(ABC):
             # Every bucket of an update sees the same options, even if the optimizer itself changes them in its step.
             self._options = [options_of(group) for group in self._book.groups]
         local.take_options(self._options)
-        local.optimizer.step()
+        local.step()
         self._stepped = local
 
     def _gather(self, index: int) -> None:

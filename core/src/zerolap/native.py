@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -23,25 +25,45 @@ from zerolap.plan import EqualRanges, Layout, Piece, Plan, Policy, make_plan
 from zerolap.shards import BucketShard, FlatParams, GradSlot, ShardBook, stand_in_for
 
 
+def _copy(to: Tensor, source: Tensor) -> None:
+    to.copy_(source)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Precision:
+    """What is kept, reduced and sent in another dtype than the parameters'."""
+
+    master_weights: bool = False
+    reduce_dtype: torch.dtype | None = None
+    gather_dtype: torch.dtype | None = None
+
+    def has_masters(self, dtype: torch.dtype) -> bool:
+        """Whether parameters of this dtype are rounded from a master of single precision."""
+        return self.master_weights and (dtype.itemsize < 4 or self.gather_dtype not in (None, dtype))
+
+
 class _ScatteredReduction:
     """A reduce-scatter under way, and the mean that is made of its sum."""
 
-    def __init__(self, pending: Pending, into: Tensor, world_size: int) -> None:
+    def __init__(self, pending: Pending, into: Tensor, scale: float) -> None:
         self._pending = pending
         self._into = into
-        self._world_size = world_size
+        self._scale = scale
 
     def wait(self, timeout: float) -> Tensor:
         # The group's own timeout ends this wait.
         self._pending.wait()
-        return self._into.mul_(1 / self._world_size) if self._world_size > 1 else self._into
+        return self._into.mul_(self._scale) if self._scale != 1 else self._into
 
 
 class NativeEngine(Engine):
     """Reduces by reduce-scatter and gathers by all-gather, on groups of its own."""
 
-    def __init__(self, book: ShardBook, *, reduce_group: dist.ProcessGroup, cut: int | None, **options: Any) -> None:
+    def __init__(
+        self, book: ShardBook, *, reduce_group: dist.ProcessGroup, cut: int | None, precision: Precision, **options: Any
+    ) -> None:
         super().__init__(book, **options)
+        self._precision = precision
         # Reductions are started by backward's thread, gathers by the lane: a group each, so that one thread uses one group.
         self._reduce_group = reduce_group
         self._cut = cut
@@ -64,15 +86,20 @@ class NativeEngine(Engine):
             # Equal ranges depend on nothing but the bucket, so even a layout that is new is reduced as it comes.
             (planned,) = self._make_ranges(recorded)
             self._bounds[key] = bounds = planned.bounds()
-            self._memory[key] = torch.empty_like(recorded.buffer[bounds[rank] : bounds[rank + 1]])
+            mine = recorded.buffer[bounds[rank] : bounds[rank + 1]]
+            self._memory[key] = torch.empty_like(mine, dtype=self._precision.reduce_dtype or mine.dtype)
         bounds, into = self._bounds[key], self._memory[key]
-        parts = [recorded.buffer[a:b] for a, b in pairwise(bounds)]
+        memory = recorded.buffer.to(into.dtype)  # itself, unless it is reduced in another dtype
+        scale = 1 / self._book.world_size
+        if into.dtype is torch.float16:
+            memory, scale = memory * scale, 1.0  # as DDP does it: a sum of halves may overflow, and tiny ones vanish
+        parts = [memory[a:b] for a, b in pairwise(bounds)]
         what = f"reduce-scatter of {len(bounds) - 1} parts"
         pending = self._adapter.reduce_scatter(
             parts, into=into, group=self._reduce_group, tag=bucket.index(), what=what
         )
         self.sent_bytes += pending.sent_bytes
-        return _ScatteredReduction(pending, into, self._book.world_size)
+        return _ScatteredReduction(pending, into, scale)
 
     def _make_ranges(self, recorded: Recorded) -> list[EqualRanges]:
         plan = make_plan((recorded.slots,), world_size=self._book.world_size, policy=Policy.BY_ELEMENT, cut=self._cut)
@@ -84,27 +111,41 @@ class NativeEngine(Engine):
     def _make_shard(self, recorded: Recorded, flat: FlatParams, owned: Sequence[Piece]) -> BucketShard:
         begin = self._bounds[recorded.indices][self._book.rank]
         place_of = {index: place for place, index in enumerate(recorded.indices)}
+        has_masters = self._precision.has_masters(recorded.buffer.dtype)
+        params: dict[Piece, Tensor] = {}
         stand_ins: dict[Piece, Tensor] = {}
         slots = []
         for piece in owned:
             place = place_of[piece.param]
             param, size = recorded.params[place], piece.stop - piece.start
             if self._cut is None:  # a whole parameter, which the optimizer may need in its shape
-                stand_ins[piece] = stand_in_for(param)
-                shape, stride = tuple(param.shape), param.stride()
+                params[piece] = param.detach()
             else:
-                stand_ins[piece] = stand_in_for(param, memory=flat.piece(place, piece.start, piece.stop))
-                shape, stride = (size,), (1,)
-            slots.append(GradSlot(place, shape, stride, recorded.offsets[place] + piece.start - begin if size else 0))
-        return BucketShard(stand_ins=list(stand_ins.values()), slots=slots, local=self._book.make_local(stand_ins))
+                params[piece] = flat.piece(place, piece.start, piece.stop)
+            memory = params[piece].float() if has_masters else params[piece]
+            stand_ins[piece] = stand_in_for(param, memory=memory)
+            offset = recorded.offsets[place] + piece.start - begin if size else 0
+            slots.append(GradSlot(place, tuple(memory.shape), memory.stride(), offset))
+        local = self._book.make_local(stand_ins, params=params if has_masters else None)
+        return BucketShard(stand_ins=list(stand_ins.values()), slots=slots, local=local)
 
     def _start_gather(self, index: int, installed: Installed) -> Sequence[Pending]:
         assert isinstance(installed.planned, EqualRanges)
-        parts = installed.flat.ranges(installed.planned.bounds())
+        buffer, bounds = installed.flat.buffer, installed.flat.positions(installed.planned.bounds())
+        wire = buffer.to(self._precision.gather_dtype or buffer.dtype)  # itself, unless it is sent in another dtype
+        parts = [wire[a:b] for a, b in pairwise(bounds)]
         what = f"{self._me}, bucket {index}: all-gather of updated parameters"
         pending = self._adapter.all_gather(parts, group=self._group, tag=index, what=what)
         self.sent_bytes += pending.sent_bytes
-        return (pending,)
+        if wire is buffer:
+            return (pending,)
+        # Our own part as well: every rank must have the rounded value.
+        return (pending, Pending((), tensors=(wire,), what=what, finish=partial(_copy, buffer, wire)))
+
+    def refresh_masters(self) -> None:
+        """Take the parameters' values for the master weights: they were loaded, or set by hand."""
+        for local in self._book.locals:
+            local.refresh_masters()
 
     def _finish_update(self) -> None:
         super()._finish_update()

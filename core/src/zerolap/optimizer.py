@@ -219,6 +219,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         options = [options_of(group) for group in self.param_groups]
         for local in self._book.locals:
             local.clear_states()
+            local.refresh_masters()  # for what the given state has none of
             local.take_options(copy.deepcopy(options))
         self._book.load(given)
         self._expose_options()  # options that an older state dict did not have yet

@@ -6,8 +6,8 @@ Nothing here decides who owns what (plan), when something happens (machine), or 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,9 @@ Options = dict[str, Any]  # a param group without its parameters
 # A matrix product may take another path, and round otherwise, when its operand does not start where an allocation of its
 # own would: every parameter starts at a multiple of this many bytes in its flat buffer.
 _ALIGNMENT_BYTES = 64
+
+
+MASTER = "master_weight"  # a piece's master in its state, when it travels or is saved
 
 
 def options_of(group: ParamGroup) -> Options:
@@ -56,9 +59,9 @@ class FlatParams:
         ends = (0, -1) if self._params else ()
         return all(self._params[i].data_ptr() == self.views[i].data_ptr() for i in ends)
 
-    def ranges(self, bounds: Sequence[int]) -> list[Tensor]:
-        """The buffer cut where elements ``bounds`` of the bucket lie; padding goes with what stands before it."""
-        return [self.buffer[a:b] for a, b in pairwise(map(self._position, bounds))]
+    def positions(self, elements: Iterable[int]) -> list[int]:
+        """Where elements of the bucket lie in the buffer; padding goes with what stands before it."""
+        return [self._position(element) for element in elements]
 
     def piece(self, place: int, start: int, stop: int) -> Tensor:
         """Elements of one parameter, in memory order."""
@@ -88,10 +91,20 @@ class GradSlot(NamedTuple):
 
 
 class LocalOptimizer:
-    """One real optimizer over tensors that are parameters, or pieces of them, and stay known as such."""
+    """One real optimizer over tensors that are parameters, or pieces of them, and stay known as such.
 
-    def __init__(self, factory: Callable[[list[ParamGroup]], Optimizer], groups: list[dict[str, Any]]) -> None:
-        """``groups`` are param groups whose ``params`` map a piece to the tensor to update."""
+    The tensors may be master weights: copies of higher precision, from which the parameters are rounded after each step.
+    """
+
+    def __init__(
+        self,
+        factory: Callable[[list[ParamGroup]], Optimizer],
+        groups: list[dict[str, Any]],
+        params: Mapping[Piece, Tensor] | None,
+    ) -> None:
+        """``groups`` are param groups whose ``params`` map a piece to the tensor to update; with masters, ``params`` are the
+        pieces of the parameters themselves."""
+        self._params = params
         self._tensors: dict[Piece, Tensor] = {}
         for group in groups:
             self._tensors |= group["params"]
@@ -108,10 +121,29 @@ class LocalOptimizer:
     def pieces(self) -> Collection[Piece]:
         return self._tensors.keys()
 
+    def step(self) -> None:
+        """Step the optimizer, and round its result to the parameters if it works on masters."""
+        self.optimizer.step()
+        if self._params is not None:
+            torch._foreach_copy_(self._param_list(), list(self._tensors.values()))
+
+    @torch.no_grad()
+    def refresh_masters(self) -> None:
+        """Take the parameters' values for the masters: they were loaded, or set by hand."""
+        if self._params is not None:
+            torch._foreach_copy_(list(self._tensors.values()), self._param_list())
+
+    def _param_list(self) -> list[Tensor]:
+        assert self._params is not None
+        return [self._params[piece] for piece in self._tensors]
+
     def states(self) -> dict[Piece, State]:
-        """The live states of the pieces that have one."""
+        """The live states of the pieces that have one; a master is part of it."""
         state = self.optimizer.state
-        return {piece: state[tensor] for piece, tensor in self._tensors.items() if tensor in state}
+        held = {piece: state[tensor] for piece, tensor in self._tensors.items() if tensor in state}
+        if self._params is None:
+            return held
+        return {piece: {**held.get(piece, {}), MASTER: tensor.detach()} for piece, tensor in self._tensors.items()}
 
     def flat_states(self) -> dict[Piece, State]:
         """The same, ready to travel; memory is shared where the layout allows."""
@@ -122,8 +154,14 @@ class LocalOptimizer:
         packed = self.optimizer.state_dict()
         for place, (piece, tensor) in enumerate(self._tensors.items()):  # optimizers number parameters in this order
             state = fit(states.get(piece.param, ()), piece)
-            if state is not None:
-                packed["state"][place] = shaped_state(copied(state), tensor)
+            if state is None:
+                continue
+            state = shaped_state(copied(state), tensor)
+            master = state.pop(MASTER, None)
+            if master is not None and self._params is not None:
+                tensor.detach().copy_(master)
+            if state:
+                packed["state"][place] = state
         self.optimizer.load_state_dict(packed)
 
     def inherit(self, older: LocalOptimizer) -> None:
@@ -155,6 +193,7 @@ class BucketShard:
         self.local = local
         self._grads_of: Tensor | None = None
         self._used: Sequence[bool] | None = None
+        self._cast: Tensor | None = None
 
     def set_grads(self, reduced: Tensor, used: Sequence[bool] | None) -> None:
         """Point the stand-ins' gradients into reduced memory; None for parameters that no rank used.
@@ -162,6 +201,10 @@ class BucketShard:
         That memory is reused, so this is done once per layout unless a hook returns a tensor of its own or the used
         parameters change: no work per parameter in the hot path.
         """
+        if reduced.dtype != self._stand_ins[0].dtype:  # masters, or a hook that returns what it has sent
+            if self._cast is None:
+                self._cast = torch.empty_like(reduced, dtype=self._stand_ins[0].dtype)
+            reduced = self._cast.copy_(reduced)
         if self._grads_of is not None and self._grads_of.data_ptr() == reduced.data_ptr() and self._used == used:
             return
         for stand_in, slot in zip(self._stand_ins, self._slots, strict=True):
@@ -208,13 +251,15 @@ class ShardBook:
         owners = [rank for of_group in greedy_owners(sizes, world_size=self.world_size) for rank in of_group]
         return dict(enumerate(owners))
 
-    def make_local(self, tensors: Mapping[Piece, Tensor]) -> LocalOptimizer:
+    def make_local(
+        self, tensors: Mapping[Piece, Tensor], *, params: Mapping[Piece, Tensor] | None = None
+    ) -> LocalOptimizer:
         """An optimizer over ``tensors`` that has every group, empty ones included, so that groups keep their index."""
         groups: list[dict[str, Any]] = [{**group, "params": {}} for group in self.groups]
         ends = list(accumulate(len(group["params"]) for group in self.groups))
         for piece in sorted(tensors):
             groups[bisect_right(ends, piece.param)]["params"][piece] = tensors[piece]
-        return LocalOptimizer(self._factory, groups)
+        return LocalOptimizer(self._factory, groups, params)
 
     def own_greedily(self) -> None:
         """Before there is a plan, or without overlap: one optimizer over this rank's greedy share of the parameters."""
