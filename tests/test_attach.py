@@ -11,7 +11,6 @@ import inspect
 import pickle
 import re
 import time
-from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -25,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import zerolap
 import zerolap_cpu_gloo
-from training import Mlp, assert_same_params, backward, batches
+from training import Mlp, assert_same_params, backward, batches, iterate, pair
 from zerolap_conformance.ranks import run_ranks, try_ranks
 
 SCHEDULES = ("interleaved", "after_backward", "on_step")
@@ -51,14 +50,6 @@ def attached(
     return zero, zerolap.attach(ddp, zero, schedule=schedule, gather=gather)
 
 
-def models(make: Callable[[], nn.Module] = Mlp, **options: Any) -> list[DDP]:
-    made = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        made.append(DDP(make(), bucket_cap_mb=options.pop("bucket_cap_mb", 0.004), **options))
-    return made
-
-
 def assert_close_params(ours: nn.Module, oracle: nn.Module, what: object) -> None:
     if dist.get_world_size() <= 2:
         assert_same_params(ours, oracle, what)
@@ -67,18 +58,12 @@ def assert_close_params(ours: nn.Module, oracle: nn.Module, what: object) -> Non
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{what}: {n}: {m}")
 
 
-def iterate(model: nn.Module, optimizer: Any, x: Tensor) -> None:
-    optimizer.zero_grad()
-    backward(model, x)
-    optimizer.step()
-
-
 def _sweep() -> int:
     num_cases = 0
     for schedule, gather, as_view, static_graph, (cls, defaults) in product(
         SCHEDULES, ("eager", "lazy"), (False, True), (False, True), OPTIMIZERS
     ):
-        oracle, ours = models(gradient_as_bucket_view=as_view, static_graph=static_graph)
+        oracle, ours = pair(gradient_as_bucket_view=as_view, static_graph=static_graph)
         plain = cls(oracle.parameters(), **defaults)
         zero, handle = attached(ours, ours.parameters(), cls, schedule=schedule, gather=gather, **defaults)
         for i, x in enumerate(batches(6)):
@@ -135,7 +120,7 @@ def _loops() -> None:
     """Param groups, schedulers, accumulation, unused and odd parameters, groups added later, gradients never cleared."""
     for schedule in SCHEDULES:
         for make, options in ((Mlp, {}), (Branches, {"find_unused_parameters": True}), (Odd, {})):
-            oracle, ours = models(make, **options)
+            oracle, ours = pair(make, **options)
             plain = torch.optim.AdamW(_groups(oracle), lr=0.01)
             zero, _ = attached(ours, _groups(ours), torch.optim.AdamW, schedule=schedule, lr=0.01)
             schedulers = [torch.optim.lr_scheduler.OneCycleLR(o, 0.05, total_steps=10) for o in (plain, zero)]
@@ -151,7 +136,7 @@ def _loops() -> None:
                 for scheduler in schedulers:
                     scheduler.step()
 
-        oracle, ours = models()
+        oracle, ours = pair()
         theirs, mine = list(oracle.parameters()), list(ours.parameters())
         plain = torch.optim.SGD(theirs, lr=0.01)
         zero, _ = attached(ours, mine, torch.optim.SGD, schedule=schedule, lr=0.01)
@@ -174,7 +159,7 @@ def _every_class() -> None:
         if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer) and cls is not torch.optim.Optimizer
     }
     for name in sorted(classes.keys() - {"LBFGS", "SparseAdam"}):
-        oracle, ours = models()
+        oracle, ours = pair()
         params = [[p for p in model.parameters() if name != "Muon" or p.ndim == 2] for model in (oracle, ours)]
         if name == "Muon":
             for model in (oracle, ours):
@@ -201,7 +186,7 @@ def _sub_group() -> None:
     group = dist.new_group([2, 3])
     if dist.get_rank() < 2:
         return
-    oracle, ours = models(process_group=group)
+    oracle, ours = pair(process_group=group)
     plain = torch.optim.AdamW(oracle.parameters())
     zero, _ = attached(ours, ours.parameters(), torch.optim.AdamW, process_group=group)
     for x in batches(4):
@@ -216,7 +201,7 @@ def test_a_sub_group() -> None:
 
 def _joins() -> None:
     for schedule in SCHEDULES:
-        oracle, ours = models()
+        oracle, ours = pair()
         plain = torch.optim.SGD(oracle.parameters(), lr=0.1)
         zero, _ = attached(ours, ours.parameters(), torch.optim.SGD, schedule=schedule, lr=0.1)
         for _epoch in range(3):
@@ -281,7 +266,7 @@ def _assert_same_states(ours: nn.Module, oracle: nn.Module) -> None:
 
 def _lazily(schedule: str) -> None:
     _slow_down(1)
-    oracle, ours = models(Borrowers)
+    oracle, ours = pair(Borrowers)
     plain = torch.optim.AdamW(oracle.parameters(), lr=0.01)
     zero, handle = attached(ours, ours.parameters(), torch.optim.AdamW, schedule=schedule, gather="lazy", lr=0.01)
     num_late = 0
@@ -324,7 +309,7 @@ def test_a_lazy_gather_is_waited_for_wherever_a_parameter_is_used(schedule: str)
 
 
 def _compiled() -> None:
-    ddp = models(bucket_cap_mb=25)[0]
+    ddp = pair(bucket_cap_mb=25)[0]
     zero, _ = attached(ddp, ddp.parameters(), torch.optim.SGD, gather="lazy", lr=0.1)
     compiled = torch.compile(ddp)
     for x in batches(3):
@@ -341,7 +326,7 @@ def _fused_by_default() -> None:
         for said in ({}, {"fused": False}, {"foreach": True}):
             if cls is torch.optim.RMSprop and said:
                 continue
-            oracle, ours = models()
+            oracle, ours = pair()
             fused = {"fused": True} if not said and cls is not torch.optim.RMSprop else said
             plain = cls(oracle.parameters(), lr=0.01, weight_decay=0.1, **fused)
             zero = zerolap.ZeroRedundancyOptimizer(
@@ -393,7 +378,7 @@ def _masters() -> int:
     for schedule, gather, static_graph, (cls, defaults) in product(
         SCHEDULES, ("eager", "lazy"), (False, True), OPTIMIZERS
     ):
-        oracle, ours = models(_low, static_graph=static_graph)
+        oracle, ours = pair(_low, static_graph=static_graph)
         plain = PlainMasters(oracle, cls, **defaults)
         zero = zerolap.ZeroRedundancyOptimizer(ours.parameters(), cls, overlap_with_ddp=True, fused=False, **defaults)
         zerolap.attach(ours, zero, schedule=schedule, gather=gather, master_weights=True)
@@ -416,7 +401,7 @@ def test_master_weights_equal_a_plain_optimizer_on_single_precision_copies(world
 
 def _masters_are_saved() -> None:
     """A checkpoint has the masters: training goes on bitwise. A plain state dict has none: they come from the model."""
-    first, second = models(_low)
+    first, second = pair(_low)
     zeros = []
     for ddp in (first, second):
         zero = zerolap.ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, overlap_with_ddp=True, lr=0.01)
@@ -459,7 +444,7 @@ def _wires() -> list[tuple[str, float]]:
     ]
     sent = []
     for name, make, options in cases:
-        ddp = models(make)[0]
+        ddp = pair(make)[0]
         zero = zerolap.ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.01)
         handle = zerolap.attach(ddp, zero, **options)
         dtype = next(ddp.parameters()).dtype
@@ -493,7 +478,7 @@ def test_every_choice_of_precision_sends_what_it_says() -> None:
 
 def _clips() -> None:
     for norm_type in (1.0, 2.0, 3.5, float("inf")):
-        oracle, ours = models()
+        oracle, ours = pair()
         plain = torch.optim.AdamW(oracle.parameters(), lr=0.01)
         zero, _ = attached(ours, ours.parameters(), torch.optim.AdamW, schedule="on_step", lr=0.01)
         for i, x in enumerate(batches(5)):
@@ -514,7 +499,7 @@ def test_clipping_gives_torchs_norm_and_torchs_update() -> None:
 
 def _scales() -> tuple[list[float], list[float]]:
     """Infinite losses on one rank, in some iterations: exactly those steps are skipped, on all ranks."""
-    oracle, ours = models()
+    oracle, ours = pair()
     plain = torch.optim.AdamW(oracle.parameters(), lr=0.01)
     zero, handle = attached(ours, ours.parameters(), torch.optim.AdamW, schedule="on_step", lr=0.01)
     scalers = torch.amp.GradScaler("cpu", init_scale=1024.0), zerolap.GradScaler("cpu", init_scale=1024.0)
@@ -545,7 +530,7 @@ def test_loss_scaling_skips_exactly_the_steps_that_ddp_skips() -> None:
 
 
 def _skips() -> None:
-    oracle, ours = models()
+    oracle, ours = pair()
     plain = torch.optim.AdamW(oracle.parameters(), lr=0.01)
     zero, _ = attached(ours, ours.parameters(), torch.optim.AdamW, schedule="on_step", lr=0.01)
     for i, x in enumerate(batches(6)):
@@ -564,7 +549,7 @@ def test_a_step_can_be_skipped() -> None:
 
 
 def _refused(case: str) -> None:
-    ddp = models()[0]
+    ddp = pair()[0]
     if case == "schedule":
         attached(ddp, ddp.parameters(), torch.optim.SGD, schedule="sometimes", lr=0.1)
     if case in ("rounding", "widening", "integers"):
@@ -624,7 +609,7 @@ class Many(nn.Module):
 
 
 def _accounts() -> tuple[zerolap.Stats, int]:
-    ddp = models(Many, bucket_cap_mb=0.3)[0]
+    ddp = pair(Many, bucket_cap_mb=0.3)[0]
     zero, handle = attached(ddp, ddp.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
     for x in batches(2):
         iterate(ddp, zero, x)
@@ -662,7 +647,7 @@ class Transformer(nn.Module):
 
 def _long_run(gather: str) -> float:
     """Dropout, warm-up and decay, accumulation and clipping, for 300 iterations."""
-    oracle, ours = models(Transformer, bucket_cap_mb=0.02)
+    oracle, ours = pair(Transformer, bucket_cap_mb=0.02)
     plain = torch.optim.AdamW(oracle.parameters(), lr=1e-3)
     zero, _ = attached(ours, ours.parameters(), torch.optim.AdamW, schedule="on_step", gather=gather, lr=1e-3)
     schedulers = [torch.optim.lr_scheduler.OneCycleLR(o, 1e-3, total_steps=301) for o in (plain, zero)]

@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.futures import Future
-from torch.nn.parallel import DistributedDataParallel as DDP
 
-from training import HOOK_MAKERS, Mlp, assert_same_params, backward, batches, overlapped
+from training import HOOK_MAKERS, assert_same_params, batches, iterate, overlapped, pair
 from zerolap_conformance.ranks import run_ranks
 
 
@@ -64,11 +63,7 @@ HOOKS: dict[str, tuple[Callable[..., Any], Callable[[], Any]]] = {
 def _compare(name: str) -> None:
     hook, make_state = HOOKS[name]
     for hook_maker in HOOK_MAKERS:
-        models = []
-        for _ in range(2):
-            torch.manual_seed(0)
-            models.append(DDP(Mlp(), bucket_cap_mb=0.0005))
-        oracle, ours = models
+        oracle, ours = pair(bucket_cap_mb=0.0005)
         oracle.register_comm_hook(make_state(), one_at_a_time(hook))
         plain = torch.optim.SGD(oracle.parameters(), lr=0.05, momentum=0.9)
         zero = overlapped(
@@ -82,10 +77,8 @@ def _compare(name: str) -> None:
             momentum=0.9,
         )
         for i, x in enumerate(batches(8)):
-            for model, optimizer in ((oracle, plain), (ours, zero)):
-                optimizer.zero_grad()
-                backward(model, x)
-                optimizer.step()
+            iterate(oracle, plain, x)
+            iterate(ours, zero, x)
             assert_same_params(ours, oracle, (name, hook_maker.__name__, f"iteration {i}"))
         assert len(zero._engine._layout) >= 4  # enough to starve Gloo's two workers
 

@@ -13,16 +13,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import zerolap
-from training import HOOK_MAKERS, Mlp, assert_same_params, backward, batches, overlapped
+from training import HOOK_MAKERS, Mlp, assert_same_params, backward, batches, iterate, overlapped, pair
 from zerolap_conformance.ranks import run_ranks
 
 Iterate = Callable[[nn.Module, Any, Tensor], None]
-
-
-def plainly(model: nn.Module, optimizer: Any, x: Tensor) -> None:
-    optimizer.zero_grad()
-    backward(model, x)
-    optimizer.step()
 
 
 class Tied(nn.Module):
@@ -102,7 +96,7 @@ class MixedDtypes(nn.Module):
 def _compare(
     make_model: Callable[[], nn.Module],
     *,
-    iterate: Iterate = plainly,
+    loop: Iterate = iterate,
     cls: Any = torch.optim.AdamW,
     shape: tuple[int, ...] = (5, 13),
     dtype: torch.dtype = torch.float32,
@@ -112,11 +106,7 @@ def _compare(
 ) -> None:
     for hook_maker in HOOK_MAKERS:
         for shard_buckets in (False, True):
-            models = []
-            for _ in range(2):
-                torch.manual_seed(0)
-                models.append(DDP(make_model(), bucket_cap_mb=bucket_cap_mb, **ddp_options))
-            oracle, ddp = models
+            oracle, ddp = pair(make_model, bucket_cap_mb=bucket_cap_mb, **ddp_options)
             plain = cls(oracle.parameters(), lr=0.02, weight_decay=0.1)
             zero = overlapped(
                 ddp,
@@ -128,8 +118,8 @@ def _compare(
                 weight_decay=0.1,
             )
             for i, x in enumerate(batches(5, shape, dtype)):
-                iterate(oracle, plain, x)
-                iterate(ddp, zero, x)
+                loop(oracle, plain, x)
+                loop(ddp, zero, x)
                 assert_same_params(ddp, oracle, (hook_maker.__name__, shard_buckets, f"iteration {i}"))
             assert num_buckets(len(zero._engine._layout)), len(zero._engine._layout)
 
@@ -154,8 +144,19 @@ def zero_in_place(model: nn.Module, optimizer: Any, x: Tensor) -> None:
     optimizer.step()
 
 
+def cleared_before_step(model: nn.Module, optimizer: Any, x: Tensor) -> None:
+    """Whoever knows that the update is in backward may clear gradients at once, in place or not, and still call step()."""
+    backward(model, x)
+    if isinstance(optimizer, zerolap.ZeroRedundancyOptimizer):
+        optimizer.zero_grad(set_to_none=False)
+        optimizer.step()
+    else:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+
 def with_eval_between(model: nn.Module, optimizer: Any, x: Tensor) -> None:
-    plainly(model, optimizer, x)
+    iterate(model, optimizer, x)
     model.eval()
     with torch.no_grad():
         model(x)
@@ -165,11 +166,7 @@ def with_eval_between(model: nn.Module, optimizer: Any, x: Tensor) -> None:
 def _closures() -> None:
     """step(closure) runs the closure once and returns its loss, as with the plain optimizer."""
     for hook_maker in HOOK_MAKERS:
-        models = []
-        for _ in range(2):
-            torch.manual_seed(0)
-            models.append(DDP(Mlp(), bucket_cap_mb=0.004))
-        oracle, ddp = models
+        oracle, ddp = pair()
         plain = torch.optim.SGD(oracle.parameters(), lr=0.1)
         zero = overlapped(ddp, ddp.parameters(), torch.optim.SGD, hook_maker=hook_maker, lr=0.1)
         for x in batches(4):
@@ -190,11 +187,7 @@ def _closures() -> None:
 def _groups_added_later() -> None:
     """add_param_group under overlap: parameters that DDP reduced all along start to be updated."""
     for hook_maker in HOOK_MAKERS:
-        models = []
-        for _ in range(2):
-            torch.manual_seed(0)
-            models.append(DDP(Mlp(), bucket_cap_mb=0.004))
-        oracle, ddp = models
+        oracle, ddp = pair()
         plain, zero = (torch.optim.AdamW(list(oracle.parameters())[:4], lr=0.02), None)
         zero = overlapped(ddp, list(ddp.parameters())[:4], torch.optim.AdamW, hook_maker=hook_maker, lr=0.02)
         for i, x in enumerate(batches(8)):
@@ -202,8 +195,8 @@ def _groups_added_later() -> None:
                 span = slice(4, 6) if i == 0 else slice(6, None)
                 plain.add_param_group({"params": list(oracle.parameters())[span], "lr": 0.1})
                 zero.add_param_group({"params": list(ddp.parameters())[span], "lr": 0.1})
-            plainly(oracle, plain, x)
-            plainly(ddp, zero, x)
+            iterate(oracle, plain, x)
+            iterate(ddp, zero, x)
             assert_same_params(ddp, oracle, (hook_maker.__name__, f"iteration {i}"))
 
 
@@ -225,8 +218,8 @@ def _twice_in_one_process() -> None:
         )
     for x in batches(5):
         for oracle, plain, ddp, zero in pairs:
-            plainly(oracle, plain, x)
-            plainly(ddp, zero, x)
+            iterate(oracle, plain, x)
+            iterate(ddp, zero, x)
             assert_same_params(ddp, oracle)
 
 
@@ -239,22 +232,23 @@ def _non_trained_parameters_are_left_alone() -> None:
     memory = [p.data_ptr() for p in params]
     zero = overlapped(ddp, params[::2], torch.optim.SGD, lr=0.1)
     for x in batches(3):
-        plainly(ddp, zero, x)
+        iterate(ddp, zero, x)
     for i, (p, old) in enumerate(zip(params, before, strict=True)):
         assert torch.equal(p, old) == bool(i % 2)
         assert (p.data_ptr() == memory[i]) == bool(i % 2)
 
 
 CASES: dict[str, tuple[int, Callable[..., None], dict[str, Any]]] = {
-    "no_sync accumulation": (2, _compare, {"make_model": Mlp, "iterate": accumulate}),
+    "no_sync accumulation": (2, _compare, {"make_model": Mlp, "loop": accumulate}),
     "no_sync accumulation, gradients as views": (
         2,
         _compare,
-        {"make_model": Mlp, "iterate": accumulate, "gradient_as_bucket_view": True},
+        {"make_model": Mlp, "loop": accumulate, "gradient_as_bucket_view": True},
     ),
-    "gradients never cleared": (2, _compare, {"make_model": Mlp, "iterate": keep_gradients}),
-    "gradients zeroed in place": (2, _compare, {"make_model": Mlp, "iterate": zero_in_place}),
-    "evaluation in between": (2, _compare, {"make_model": Mlp, "iterate": with_eval_between}),
+    "gradients never cleared": (2, _compare, {"make_model": Mlp, "loop": keep_gradients}),
+    "gradients zeroed in place": (2, _compare, {"make_model": Mlp, "loop": zero_in_place}),
+    "gradients cleared before step": (2, _compare, {"make_model": Mlp, "loop": cleared_before_step}),
+    "evaluation in between": (2, _compare, {"make_model": Mlp, "loop": with_eval_between}),
     "closures": (2, _closures, {}),
     "groups added later": (4, _groups_added_later, {}),
     "two models in turn": (2, _twice_in_one_process, {}),
@@ -292,17 +286,13 @@ def _three_ranks() -> None:
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
     for hook_maker in HOOK_MAKERS:
-        models = []
-        for _ in range(2):
-            torch.manual_seed(0)
-            models.append(DDP(Mlp(), bucket_cap_mb=0.004))
-        oracle, ddp = models
+        oracle, ddp = pair()
         oracle.register_comm_hook(None, allreduce_hook)
         plain = torch.optim.AdamW(oracle.parameters(), lr=0.02)
         zero = overlapped(ddp, ddp.parameters(), torch.optim.AdamW, hook_maker=hook_maker, lr=0.02)
         for x in batches(5):
-            plainly(oracle, plain, x)
-            plainly(ddp, zero, x)
+            iterate(oracle, plain, x)
+            iterate(ddp, zero, x)
             assert_same_params(ddp, oracle)
 
 
@@ -315,7 +305,7 @@ def _state_is_sharded() -> tuple[int, int]:
     ddp = DDP(Mlp(), bucket_cap_mb=0.004)
     zero = overlapped(ddp, ddp.parameters(), torch.optim.AdamW, shard_buckets=True)
     for x in batches(3):
-        plainly(ddp, zero, x)
+        iterate(ddp, zero, x)
     mine = sum(t.numel() for state in zero.optim.state.values() for t in state.values() if t.ndim)
     assert set(zero.optim.state) == {p for group in zero.optim.param_groups for p in group["params"]}
     return mine, 2 * sum(p.numel() for p in ddp.parameters())
@@ -342,7 +332,7 @@ def _overlaps_once_the_layout_is_known() -> list[int]:
     zero = overlapped(ddp, ddp.parameters(), torch.optim.SGD, lr=0.1)
     for x in batches(5):
         recorded.append(0)
-        plainly(ddp, zero, x)
+        iterate(ddp, zero, x)
     assert isinstance(zero, zerolap.ZeroRedundancyOptimizer)
     return recorded
 

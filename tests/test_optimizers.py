@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 
 import zerolap
-from training import HOOK_MAKERS, Mlp, assert_same_params, backward, batches, overlapped
+from training import HOOK_MAKERS, Mlp, assert_same_params, batches, iterate, overlapped, pair
 from zerolap_conformance.ranks import run_ranks, try_ranks
 
 REFUSED = {"LBFGS": "cannot be sharded", "SparseAdam": "sparse gradients are not supported"}
@@ -51,21 +51,11 @@ def _compare(cls: Any, defaults: dict[str, Any], ours: DDP, oracle: DDP, params:
     plain = cls(params(oracle), **defaults)
     zero = overlapped(ours, params(ours), cls, hook_maker=hook_maker, shard_buckets=True, **defaults)
     for i, x in enumerate(batches(4)):
-        for model, optimizer in ((oracle, plain), (ours, zero)):
-            optimizer.zero_grad()
-            backward(model, x)
-            optimizer.step()
+        iterate(oracle, plain, x)
+        iterate(ours, zero, x)
         assert_same_params(ours, oracle, (cls.__name__, defaults, hook_maker.__name__, f"iteration {i}"))
     zero.consolidate_state_dict(to=0)
     return plain, zero
-
-
-def _models(**options: Any) -> list[DDP]:
-    models = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        models.append(DDP(Mlp(), bucket_cap_mb=0.004, **options))
-    return models
 
 
 def _matrices(model: nn.Module) -> list[nn.Parameter]:
@@ -83,7 +73,7 @@ def _every_class() -> list[str]:
             continue
         for defaults in OPTIONS.get(name, [{"lr": 0.01}]):
             for hook_maker in HOOK_MAKERS:
-                oracle, ours = _models()
+                oracle, ours = pair()
                 params = _matrices if name == "Muon" else _all_params
                 plain, zero = _compare(cls, defaults, ours, oracle, params, hook_maker)
                 if torch.distributed.get_rank() == 0:
@@ -104,7 +94,7 @@ def test_every_class_of_torch_is_bitwise_the_plain_optimizer() -> None:
 
 def _odd_optimizer() -> None:
     for hook_maker in HOOK_MAKERS:
-        oracle, ours = _models()
+        oracle, ours = pair()
         for model in (oracle, ours):
             for i, p in enumerate(model.parameters()):
                 p.boost = 1 + i / 10

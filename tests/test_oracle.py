@@ -6,9 +6,8 @@ from itertools import product
 
 import pytest
 import torch
-from torch.nn.parallel import DistributedDataParallel as DDP
 
-from training import HOOK_MAKERS, SMALL_BUCKETS, Mlp, assert_same_params, backward, batches, overlapped
+from training import HOOK_MAKERS, assert_same_params, backward, batches, iterate, overlapped, pair
 from zerolap_conformance.ranks import run_ranks
 
 OPTIMIZERS = (
@@ -23,19 +22,11 @@ def _sweep() -> int:
         HOOK_MAKERS, (False, True), (False, True), (False, True), OPTIMIZERS
     ):
         case = (hook_maker.__name__, shard_buckets, as_view, static_graph, cls.__name__)
-        models = []
-        for _ in range(2):
-            torch.manual_seed(0)
-            models.append(
-                DDP(Mlp(), bucket_cap_mb=SMALL_BUCKETS, gradient_as_bucket_view=as_view, static_graph=static_graph)
-            )
-        oracle, ours = models
+        oracle, ours = pair(gradient_as_bucket_view=as_view, static_graph=static_graph)
         plain = cls(oracle.parameters(), **defaults)
         zero = overlapped(ours, ours.parameters(), cls, hook_maker=hook_maker, shard_buckets=shard_buckets, **defaults)
         for i, x in enumerate(batches(6)):
-            plain.zero_grad()
-            backward(oracle, x)
-            plain.step()
+            iterate(oracle, plain, x)
             zero.zero_grad()
             backward(ours, x)  # and no step(): the update is in backward
             assert_same_params(ours, oracle, (*case, f"iteration {i}"))

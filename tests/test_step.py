@@ -15,18 +15,10 @@ from torch.distributed.optim import ZeroRedundancyOptimizer as Upstream
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import zerolap
-from training import HOOK_MAKERS, Mlp, assert_same_params, backward, batches, overlapped
+from training import HOOK_MAKERS, Mlp, assert_same_params, batches, iterate, overlapped, pair
 from zerolap_conformance.ranks import run_ranks
 
 Zero = zerolap.ZeroRedundancyOptimizer
-
-
-def _pair(make_model: Callable[[], nn.Module] = Mlp, **ddp_options: Any) -> list[DDP]:
-    models = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        models.append(DDP(make_model(), **ddp_options))
-    return models
 
 
 def _groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -34,16 +26,10 @@ def _groups(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": params[:3], "weight_decay": 0.2}, {"params": iter(params[3:]), "lr": 0.004}]
 
 
-def _iterate(model: nn.Module, optimizer: Any, x: Tensor) -> None:
-    optimizer.zero_grad()
-    backward(model, x)
-    optimizer.step()
-
-
 def _equals_plain() -> None:
     for as_view in (False, True):
         for cls, defaults in ((torch.optim.AdamW, {"lr": 0.01}), (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})):
-            oracle, ours = _pair()
+            oracle, ours = pair()
             plain = cls(_groups(oracle), **defaults)
             zero = Zero(_groups(ours), cls, parameters_as_bucket_view=as_view, **defaults)
             schedulers = [torch.optim.lr_scheduler.OneCycleLR(o, 0.05, total_steps=8) for o in (plain, zero)]
@@ -51,8 +37,8 @@ def _equals_plain() -> None:
                 if i == 3:  # a model moved or copied into other memory
                     for p in ours.parameters():
                         p.data = p.data.clone()
-                _iterate(oracle, plain, x)
-                _iterate(ours, zero, x)
+                iterate(oracle, plain, x)
+                iterate(ours, zero, x)
                 assert_same_params(ours, oracle, (as_view, cls.__name__, i))
                 for scheduler in schedulers:
                     scheduler.step()
@@ -63,12 +49,12 @@ def _channels_last() -> None:
         return nn.Sequential(nn.Conv2d(3, 6, 3), nn.Conv2d(6, 2, 3)).to(memory_format=torch.channels_last)
 
     for as_view in (False, True):
-        oracle, ours = _pair(make)
+        oracle, ours = pair(make)
         plain = torch.optim.AdamW(oracle.parameters())
         zero = Zero(ours.parameters(), torch.optim.AdamW, parameters_as_bucket_view=as_view)
         for x in batches(3, (2, 3, 7, 7)):
-            _iterate(oracle, plain, x)
-            _iterate(ours, zero, x)
+            iterate(oracle, plain, x)
+            iterate(ours, zero, x)
             assert_same_params(ours, oracle, as_view)
             assert ours.module[0].weight.is_contiguous(memory_format=torch.channels_last)
 
@@ -81,7 +67,7 @@ def _closures_and_kwargs() -> None:
             self.param_groups[0]["added"] = 0.5
             return super().step(closure)
 
-    oracle, ours = _pair()
+    oracle, ours = pair()
     plain, zero = Loud(oracle.parameters(), lr=0.1), Zero(ours.parameters(), Loud, lr=0.1)
     said: list[str] = []
     for x in batches(3):
@@ -103,20 +89,20 @@ def _closures_and_kwargs() -> None:
 
 def _frozen_and_thawed() -> None:
     for as_view in (False, True):
-        oracle, ours = _pair(find_unused_parameters=True)
+        oracle, ours = pair(find_unused_parameters=True)
         plain = torch.optim.AdamW(oracle.parameters(), weight_decay=0.3)
         zero = Zero(ours.parameters(), torch.optim.AdamW, parameters_as_bucket_view=as_view, weight_decay=0.3)
         for i, x in enumerate(batches(8)):
             for model in (oracle, ours):
                 model.module.layers[1].requires_grad_(i % 3 != 1)
-            _iterate(oracle, plain, x)
-            _iterate(ours, zero, x)
+            iterate(oracle, plain, x)
+            iterate(ours, zero, x)
             assert_same_params(ours, oracle, (as_view, i))
 
 
 def _groups_added() -> None:
     for as_view in (False, True):
-        oracle, ours = _pair()
+        oracle, ours = pair()
         theirs, mine = list(oracle.parameters()), list(ours.parameters())
         plain = torch.optim.AdamW(theirs[:3])
         zero = Zero(mine[:3], torch.optim.AdamW, parameters_as_bucket_view=as_view)
@@ -125,8 +111,8 @@ def _groups_added() -> None:
             if i == 2:
                 plain.add_param_group({"params": theirs[3:], "lr": 0.2})
                 zero.add_param_group({"params": mine[3:], "lr": 0.2})
-            _iterate(oracle, plain, x)
-            _iterate(ours, zero, x)
+            iterate(oracle, plain, x)
+            iterate(ours, zero, x)
             assert_same_params(ours, oracle, (as_view, i))
         assert zero.optim is optim
         assert len(zero.param_groups) == len(zero.optim.param_groups) == 2
@@ -146,23 +132,23 @@ def _sub_group() -> None:
     group = dist.new_group([1, 3])
     if dist.get_rank() not in (1, 3):
         return
-    oracle, ours = _pair(process_group=group)
+    oracle, ours = pair(process_group=group)
     plain = torch.optim.AdamW(oracle.parameters())
     zero = Zero(ours.parameters(), torch.optim.AdamW, process_group=group)
     assert (zero.rank, zero.global_rank) == (dist.get_rank() // 2, dist.get_rank())
     for x in batches(3):
-        _iterate(oracle, plain, x)
-        _iterate(ours, zero, x)
+        iterate(oracle, plain, x)
+        iterate(ours, zero, x)
         assert_same_params(ours, oracle)
 
 
 def _more_ranks_than_parameters() -> None:
-    oracle, ours = _pair(lambda: nn.Linear(13, 2, bias=False))
+    oracle, ours = pair(lambda: nn.Linear(13, 2, bias=False))
     plain = torch.optim.SGD(oracle.parameters(), lr=0.1)
     zero = Zero(ours.parameters(), torch.optim.SGD, lr=0.1)
     for x in batches(3):
-        _iterate(oracle, plain, x)
-        _iterate(ours, zero, x)
+        iterate(oracle, plain, x)
+        iterate(ours, zero, x)
         assert_same_params(ours, oracle)
 
 
@@ -188,16 +174,16 @@ def test_step_without_overlap(case: Callable[[], None]) -> None:
 
 def _join_without_overlap() -> list[float]:
     """Rank r has r extra inputs. Gradients come from DDP, which shadows its reductions for ranks that have joined."""
-    oracle, ours = _pair()
+    oracle, ours = pair()
     plain = torch.optim.SGD(oracle.parameters(), lr=0.1, momentum=0.9)
     zero = Zero(ours.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
     inputs = list(batches(3 + dist.get_rank()))
     with Join([oracle]):
         for x in inputs:
-            _iterate(oracle, plain, x)
+            iterate(oracle, plain, x)
     with Join([ours, zero]):
         for x in inputs:
-            _iterate(ours, zero, x)
+            iterate(ours, zero, x)
     assert zero.join_device == torch.device("cpu")
     assert zero.join_process_group is dist.group.WORLD
     # A rank that has joined keeps stepping its shard, but with the gradients it last saw, as with torch's own ZeRO;
@@ -218,7 +204,7 @@ def _join_under_overlap(which: int) -> list[list[float]]:
     """
     sums = []
     for num_extra in (1, 2):
-        oracle, ours = _pair(bucket_cap_mb=0.004)
+        oracle, ours = pair(bucket_cap_mb=0.004)
         oracle.register_comm_hook(None, allreduce_hook)
         plain = torch.optim.SGD(oracle.parameters(), lr=0.1)
         zero = overlapped(ours, ours.parameters(), torch.optim.SGD, hook_maker=HOOK_MAKERS[which], lr=0.1)
@@ -226,10 +212,10 @@ def _join_under_overlap(which: int) -> list[list[float]]:
             inputs = list(batches(1 + num_extra * dist.get_rank()))
             with Join([oracle]):
                 for x in inputs:
-                    _iterate(oracle, plain, x)
+                    iterate(oracle, plain, x)
             with Join([ours, zero]):
                 for x in inputs:
-                    _iterate(ours, zero, x)
+                    iterate(ours, zero, x)
             assert_same_params(ours, oracle, (which, num_extra, f"epoch {epoch}"))
         sums.append([p.sum().item() for p in ours.parameters()])
     return sums

@@ -35,6 +35,24 @@ class Mlp(nn.Module):
         return x
 
 
+def pair(
+    make_model: Callable[[], nn.Module] = Mlp, *, bucket_cap_mb: float = SMALL_BUCKETS, **ddp_options: Any
+) -> list[DDP]:
+    """Two equal models: one for the oracle, one for us."""
+    made = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        made.append(DDP(make_model(), bucket_cap_mb=bucket_cap_mb, **ddp_options))
+    return made
+
+
+def iterate(model: nn.Module, optimizer: Any, x: Tensor) -> None:
+    """One iteration as everybody writes it."""
+    optimizer.zero_grad()
+    backward(model, x)
+    optimizer.step()
+
+
 def overlapped(
     ddp: DDP,
     params: Any,

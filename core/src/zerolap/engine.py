@@ -329,7 +329,10 @@ class Engine(ABC):
         if watched is None:
             return
         param, memory, version = watched
-        if param.grad is not None and (param.grad.data_ptr(), param.grad._version) != (memory, version):
+        grad = param.grad
+        if grad is None or (grad.data_ptr(), grad._version) == (memory, version):
+            return
+        if grad.any():  # or else it was only cleared in place
             raise RuntimeError(
                 "gradients were changed between backward and step(), which has no effect here: the update uses, or has "
                 'used, the reduced ones. Use zerolap.attach(ddp, optimizer, schedule="on_step") with '
