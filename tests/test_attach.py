@@ -350,9 +350,10 @@ def test_the_fused_implementation_is_used_unless_the_user_said_otherwise() -> No
 class PlainMasters:
     """The oracle for master weights: the plain optimizer on single-precision copies, rounded back after each step."""
 
-    def __init__(self, model: nn.Module, cls: Any, **defaults: Any) -> None:
+    def __init__(self, model: nn.Module, cls: Any, *, sent_as: torch.dtype | None = None, **defaults: Any) -> None:
+        self.sent_as = sent_as
         self.params = list(model.parameters())
-        self.masters = [p.detach().float().requires_grad_() for p in self.params]
+        self.masters = [p.detach().to(torch.float32, copy=True).requires_grad_() for p in self.params]
         self.optimizer = cls(self.masters, **defaults)
 
     def zero_grad(self) -> None:
@@ -366,7 +367,7 @@ class PlainMasters:
             master.grad = p.grad.float()
         self.optimizer.step()
         for p, master in zip(self.params, self.masters, strict=True):
-            p.copy_(master)
+            p.copy_(master if self.sent_as is None else master.to(self.sent_as))
 
 
 def _low() -> Mlp:
@@ -397,6 +398,25 @@ def _masters() -> int:
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_master_weights_equal_a_plain_optimizer_on_single_precision_copies(world_size: int) -> None:
     assert run_ranks(world_size, _masters) == [24] * world_size
+
+
+def _sent_narrow() -> None:
+    """Parameters of fp32 that are sent as bf16 are rounded on all ranks, but the masters are not."""
+    for gather in ("eager", "lazy"):
+        oracle, ours = pair()
+        plain = PlainMasters(oracle, torch.optim.AdamW, sent_as=torch.bfloat16, lr=1e-4)
+        zero = zerolap.ZeroRedundancyOptimizer(
+            ours.parameters(), torch.optim.AdamW, overlap_with_ddp=True, fused=False, lr=1e-4
+        )
+        zerolap.attach(ours, zero, gather=gather, master_weights=True, gather_dtype=torch.bfloat16)
+        for i, x in enumerate(batches(8)):
+            iterate(oracle, plain, x)
+            iterate(ours, zero, x)
+            assert_same_params(ours, oracle, (gather, i))
+
+
+def test_parameters_sent_in_less_precision_keep_their_masters() -> None:
+    run_ranks(2, _sent_narrow)
 
 
 def _masters_are_saved() -> None:

@@ -38,8 +38,13 @@ class Precision:
     gather_dtype: torch.dtype | None = None
 
     def has_masters(self, dtype: torch.dtype) -> bool:
-        """Whether parameters of this dtype are rounded from a master of single precision."""
+        """Whether parameters of this dtype are rounded from a master."""
         return self.master_weights and (dtype.itemsize < 4 or self.gather_dtype not in (None, dtype))
+
+    @staticmethod
+    def master_of(param: Tensor) -> Tensor:
+        """A copy in single precision, or the parameter's own if that is no less."""
+        return param.to(torch.float32 if param.itemsize < 4 else param.dtype, copy=True)
 
 
 class _ScatteredReduction:
@@ -122,7 +127,7 @@ class NativeEngine(Engine):
                 params[piece] = param.detach()
             else:
                 params[piece] = flat.piece(place, piece.start, piece.stop)
-            memory = params[piece].float() if has_masters else params[piece]
+            memory = self._precision.master_of(params[piece]) if has_masters else params[piece]
             stand_ins[piece] = stand_in_for(param, memory=memory)
             offset = recorded.offsets[place] + piece.start - begin if size else 0
             slots.append(GradSlot(place, tuple(memory.shape), memory.stride(), offset))
