@@ -43,7 +43,7 @@ def test_every_capability_is_stated(adapter: zerolap.Adapter) -> None:
 def test_a_lane_runs_in_the_order_given(adapter: zerolap.Adapter) -> None:
     lane = adapter.lane("conformance")
     done: list[int] = []
-    futures = [lane.submit(lambda i=i: done.append(i)) for i in range(200)]  # type: ignore[misc]
+    futures = [lane.submit(lambda i=i: done.append(i)) for i in range(200)]  # type: ignore[misc]  # a default in a lambda has no type
     for future in futures:
         future.wait()
     lane.close()
@@ -140,7 +140,7 @@ def _overlap(adapter: zerolap.Adapter, overlap: Callable[[DistributedDataParalle
         for a, b in zip(ours.parameters(), oracle.parameters(), strict=True):
             # Bitwise on 2 ranks; for more, sums over ranks may be taken in another order than the oracle's.
             tolerance = 0.0 if dist.get_world_size() <= 2 else 1e-5
-            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, msg=lambda m: f"iteration {i}: {m}")  # noqa: B023
+            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, msg=lambda m: f"iteration {i}: {m}")  # noqa: B023 - called at once
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,6 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from zerolap.exchange import refuse_together
 from zerolap.hooks import agreement_of, guarded, meet
 from zerolap.machine import Gather, Schedule
 from zerolap.native import NativeEngine, Precision
@@ -101,12 +100,13 @@ def attach(
     """
     precision = Precision(master_weights=master_weights, reduce_dtype=reduce_dtype, gather_dtype=gather_dtype)
     when, how = _member(Schedule, schedule, "schedule"), _member(Gather, gather, "gather")
-    refuse_together(
-        lambda: _check_attachable(ddp, optimizer, precision),
-        group=optimizer.process_group,
-        what="attaching an optimizer",
+    reduce_group, group = meet(
+        ddp,
+        optimizer,
+        settings=["native", when.value, how.value, str(precision)],
+        num_groups=2,
+        check=lambda: _check_attachable(ddp, optimizer, precision),
     )
-    reduce_group, group = meet(ddp, optimizer, settings=["native", when.value, how.value, str(precision)], num_groups=2)
     adapter = optimizer._adapter
     assert adapter is not None, "an optimizer under overlap has an adapter"
     is_elementwise = _is_elementwise(optimizer._optimizer_class)
@@ -203,21 +203,24 @@ def _is_elementwise(optimizer_class: Any) -> bool:
 class GradScaler(torch.amp.GradScaler):
     """torch's loss scaler for shards: unscales the mean gradients of ``on_step``, and all ranks find the same infinities."""
 
-    def unscale_(self, optimizer: Optimizer) -> None:
-        if self._enabled and isinstance(optimizer, ZeroRedundancyOptimizer) and optimizer._overlap_with_ddp:
-            optimizer._engine_for_gradients("scaling losses")
-        super().unscale_(optimizer)
-
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        sharded = isinstance(optimizer, ZeroRedundancyOptimizer) and optimizer._overlap_with_ddp
-        if self._enabled and sharded and not optimizer._engine_for_gradients("scaling losses").is_unscaled:  # type: ignore[attr-defined]
+        engine = _engine_of(optimizer) if self._enabled else None
+        if engine is not None and not engine.is_unscaled:
             self.unscale_(optimizer)
         return super().step(optimizer, *args, **kwargs)
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        if not (isinstance(optimizer, ZeroRedundancyOptimizer) and optimizer._overlap_with_ddp):
+        engine = _engine_of(optimizer)
+        if engine is None:
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        found = optimizer._engine_for_gradients("scaling losses").unscale_(inv_scale)
+        found = engine.unscale_(inv_scale)
         return {found.device: found}
+
+
+def _engine_of(optimizer: Optimizer) -> NativeEngine | None:
+    """Where an optimizer's reduced gradients are, if not in ``.grad``; refuses one that has used them already."""
+    if isinstance(optimizer, ZeroRedundancyOptimizer) and optimizer._overlap_with_ddp:
+        return optimizer._engine_for_gradients("scaling losses")
+    return None

@@ -96,14 +96,28 @@ def _overlapped(
 
 
 def meet(
-    ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, *, settings: list[Any], num_groups: int
+    ddp: DistributedDataParallel,
+    zero: ZeroRedundancyOptimizer,
+    *,
+    settings: list[Any],
+    num_groups: int,
+    check: Callable[[], None] | None = None,
 ) -> list[dist.ProcessGroup]:
-    """Check on all ranks that ``zero`` can be overlapped with ``ddp`` and that all want the same; open groups for it."""
+    """Check on all ranks that ``zero`` can be overlapped with ``ddp`` and that all want the same; open groups for it.
+
+    ``check`` refuses what the caller cannot do beyond that.
+    """
     if not zero._overlap_with_ddp:
         raise ValueError("construct ZeroRedundancyOptimizer with overlap_with_ddp=True to overlap it with DDP")
     if zero._engine is not None:
         raise ValueError("a hook was already made for this optimizer; one optimizer overlaps with one DDP")
-    refuse_together(lambda: _check(ddp, zero), group=zero.process_group, what="making a hook with a ZeRO step")
+
+    def check_all() -> None:
+        _check(ddp, zero)
+        if check is not None:
+            check()
+
+    refuse_together(check_all, group=zero.process_group, what="overlapping an optimizer with DDP")
     assert zero._adapter is not None, "an optimizer under overlap has an adapter"
     mine = [*settings, ddp.find_unused_parameters, ddp.static_graph]
     said = all_gather_json([uuid.uuid4().hex, mine], group=zero.process_group, what="comparing hooks between ranks")

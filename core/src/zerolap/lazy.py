@@ -45,6 +45,7 @@ class _WaitingParameters(dict[str, nn.Parameter | None]):
         self.wait()
         return super().get(name, default)
 
+    # A dict's own views have a private type; the abstract ones are as much as a caller may rely on.
     def items(self) -> ItemsView[str, nn.Parameter | None]:  # type: ignore[override]
         self.wait()
         return super().items()
@@ -72,7 +73,7 @@ def wait_on_access(module: nn.Module, waiter: ParamWaiter) -> None:
 
 
 # Hooks are functions of this file, not closures, so that modules stay picklable. Neither is ever traced: a trace would
-# run them once and never again.
+# run them once and never again. (torch gives its decorator no types.)
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _before_forward(module: nn.Module, args: Any) -> None:
     if isinstance(module._parameters, _WaitingParameters):  # a copy's are ordinary

@@ -74,6 +74,7 @@ class NativeEngine(Engine):
         self._cut = cut
         self._bounds: dict[tuple[int, ...], list[int]] = {}  # by what a bucket holds
         self._memory: dict[tuple[int, ...], Tensor] = {}
+        self._cuts: list[list[int]] = []  # where each flat buffer is cut; written by the lane
         self.sent_bytes = 0
         self.num_updates = 0
         self.is_unscaled = False  # the gradients at hand, by a GradScaler that knows shards
@@ -135,10 +136,9 @@ class NativeEngine(Engine):
         return BucketShard(stand_ins=list(stand_ins.values()), slots=slots, local=local)
 
     def _start_gather(self, index: int, installed: Installed) -> Sequence[Pending]:
-        assert isinstance(installed.planned, EqualRanges)
-        buffer, bounds = installed.flat.buffer, installed.flat.positions(installed.planned.bounds())
+        buffer = installed.flat.buffer
         wire = buffer.to(self._precision.gather_dtype or buffer.dtype)  # itself, unless it is sent in another dtype
-        parts = [wire[a:b] for a, b in pairwise(bounds)]
+        parts = [wire[a:b] for a, b in pairwise(self._cuts[index])]
         what = f"{self._me}, bucket {index}: all-gather of updated parameters"
         pending = self._adapter.all_gather(parts, group=self._group, tag=index, what=what)
         self.sent_bytes += pending.sent_bytes
@@ -146,6 +146,13 @@ class NativeEngine(Engine):
             return (pending,)
         # Our own part as well: every rank must have the rounded value.
         return (pending, Pending((), tensors=(wire,), what=what, finish=partial(_copy, buffer, wire)))
+
+    def _install(self) -> None:
+        super()._install()
+        self._cuts = [
+            installed.flat.positions(self._bounds[recorded.indices])
+            for installed, recorded in zip(self._installed, self._layout, strict=True)
+        ]
 
     def refresh_masters(self) -> None:
         """Take the parameters' values for the master weights: they were loaded, or set by hand."""

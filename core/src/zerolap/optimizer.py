@@ -23,7 +23,7 @@ from zerolap.exchange import all_gather_json, move_states, refuse_together
 from zerolap.machine import Schedule
 from zerolap.plan import GlobalRank, GroupRank, Piece
 from zerolap.shards import FlatParams, ParamGroup, ShardBook, options_of
-from zerolap.states import State, copied, fit, flat_state, shaped_state
+from zerolap.states import State, by_param, copied, fit, flat_state, shaped_state
 
 if TYPE_CHECKING:
     from zerolap.engine import Engine
@@ -166,9 +166,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if not 0 <= to < self.world_size:
             raise ValueError(f"consolidate_state_dict(to={to}): the group has ranks 0 to {self.world_size - 1}")
         params = self._all_params
-        mine = self._book.flat_states()
         pieces = move_states(
-            mine,
+            self._book.flat_states(),
             routes=lambda index: [(0, params[index].numel(), GroupRank(to))],
             group=self.process_group,
             device=self._default_device,
@@ -177,12 +176,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._consolidated = self._whole_states(pieces) if self.rank == to else None
 
     def _whole_states(self, pieces: Mapping[Piece, State]) -> dict[int, State]:
-        by_param: dict[int, list[tuple[Piece, State]]] = {}
-        for piece, state in pieces.items():
-            by_param.setdefault(piece.param, []).append((piece, state))
-        whole = {}
+        grouped, whole = by_param(pieces), {}
         for index, param in enumerate(self._all_params):
-            joined = fit(by_param.get(index, ()), Piece(index, 0, param.numel()))
+            joined = fit(grouped.get(index, ()), Piece(index, 0, param.numel()))
             if joined is not None:
                 # Copied: our own states would change under the snapshot's feet with the next step.
                 whole[index] = shaped_state(copied(joined, device="cpu"), param)
@@ -315,7 +311,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if not self.parameters_as_bucket_view or self._overlap_with_ddp:
             return
         buckets: dict[tuple[GroupRank, torch.device, torch.dtype], list[Tensor]] = {}
-        for param, owner in zip(self._all_params, self._book.greedy().values(), strict=True):
+        for param, owner in zip(self._all_params, self._book.owners.values(), strict=True):
             buckets.setdefault((owner, param.device, param.dtype), []).append(param)
         self._flats = [(owner, FlatParams(params)) for (owner, _, _), params in buckets.items()]
 

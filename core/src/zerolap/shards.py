@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zerolap.plan import GroupRank, Piece, greedy_owners
-from zerolap.states import State, copied, fit, flat_state, shaped_state, strides_in_bucket
+from zerolap.states import State, by_param, copied, fit, flat_state, shaped_state, strides_in_bucket
 
 ParamGroup = dict[str, Any]
 Options = dict[str, Any]  # a param group without its parameters
@@ -246,7 +246,7 @@ class ShardBook:
     def params(self) -> list[Tensor]:
         return [param for group in self.groups for param in group["params"]]
 
-    def greedy(self) -> dict[int, GroupRank]:
+    def _greedy(self) -> dict[int, GroupRank]:
         sizes = [[param.numel() for param in group["params"]] for group in self.groups]
         owners = [rank for of_group in greedy_owners(sizes, world_size=self.world_size) for rank in of_group]
         return dict(enumerate(owners))
@@ -263,14 +263,14 @@ class ShardBook:
 
     def own_greedily(self) -> None:
         """Before there is a plan, or without overlap: one optimizer over this rank's greedy share of the parameters."""
-        self.owners = self.greedy()
+        self.owners = self._greedy()
         self.locals = [
             self.make_local({_whole(i, p): p for i, p in enumerate(self.params) if self.owners[i] == self.rank})
         ]
 
     def add_last_group(self) -> None:
         """Take in the group just appended to the exposed ones; no parameter changes hands."""
-        self.owners = self.greedy()
+        self.owners = self._greedy()
         *earlier, last = self.groups
         start = sum(len(group["params"]) for group in earlier)
         added = {_whole(i, p): p for i, p in enumerate(last["params"], start) if self.owners[i] == self.rank}
@@ -283,11 +283,9 @@ class ShardBook:
 
     def load(self, states: Mapping[Piece, State]) -> None:
         """Give each optimizer the states of its pieces, cut and joined as needed."""
-        by_param: dict[int, list[tuple[Piece, State]]] = {}
-        for piece, state in states.items():
-            by_param.setdefault(piece.param, []).append((piece, state))
+        grouped = by_param(states)
         for local in self.locals:
-            local.load(by_param)
+            local.load(grouped)
 
 
 def _whole(index: int, param: Tensor) -> Piece:

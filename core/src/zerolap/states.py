@@ -45,6 +45,14 @@ def shaped_state(state: State, like: Tensor) -> State:
     }
 
 
+def by_param(states: Mapping[Piece, State]) -> dict[int, list[tuple[Piece, State]]]:
+    """The pieces of each parameter."""
+    grouped: dict[int, list[tuple[Piece, State]]] = {}
+    for piece, state in states.items():
+        grouped.setdefault(piece.param, []).append((piece, state))
+    return grouped
+
+
 def fit(pieces: Iterable[tuple[Piece, State]], wanted: Piece) -> State | None:
     """The flat state of ``wanted`` from the pieces at hand; None if none of them has any of it."""
     parts: list[tuple[Piece, State]] = []
