@@ -20,6 +20,14 @@ from zerolap_conformance.ranks import run_ranks
 SIZES = (1, 2, 3, 17, 64, 1009, 100_003)
 
 
+def _on_ranks(nproc: int, fn: Callable[..., None], adapter: zerolap.Adapter, *args: Any) -> None:
+    run_ranks(nproc, _with_adapter, type(adapter), fn, *args, backend=adapter.backend)
+
+
+def _with_adapter(kind: type[zerolap.Adapter], fn: Callable[..., None], *args: Any) -> None:
+    fn(kind(), *args)  # made where it is used: it may own memory, threads or streams
+
+
 def _device(adapter: zerolap.Adapter) -> torch.device:
     return adapter.device(dist.get_rank())
 
@@ -110,11 +118,11 @@ def _scatter_and_gather(adapter: zerolap.Adapter) -> None:
 
 
 def test_parts_are_scattered_and_gathered(adapter: zerolap.Adapter, nproc: int) -> None:
-    run_ranks(nproc, _scatter_and_gather, adapter, backend=adapter.backend)
+    _on_ranks(nproc, _scatter_and_gather, adapter)
 
 
 def test_collectives_are_right_on_a_group_of_our_own(adapter: zerolap.Adapter, nproc: int) -> None:
-    run_ranks(nproc, _collectives, adapter, backend=adapter.backend)
+    _on_ranks(nproc, _collectives, adapter)
 
 
 def _overlap(adapter: zerolap.Adapter, overlap: Callable[[DistributedDataParallel, Any], object]) -> None:
@@ -172,10 +180,10 @@ class Natively:
 def test_overlap_by_hook_equals_the_oracle(
     adapter: zerolap.Adapter, nproc: int, make_hook: Callable[..., Any], shard_buckets: bool
 ) -> None:
-    run_ranks(nproc, _overlap, adapter, ByHook(make_hook, shard_buckets), backend=adapter.backend)
+    _on_ranks(nproc, _overlap, adapter, ByHook(make_hook, shard_buckets))
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "after_backward", "on_step"])
 @pytest.mark.parametrize("gather", ["eager", "lazy"])
 def test_native_overlap_equals_the_oracle(adapter: zerolap.Adapter, nproc: int, schedule: str, gather: str) -> None:
-    run_ranks(nproc, _overlap, adapter, Natively(schedule, gather), backend=adapter.backend)
+    _on_ranks(nproc, _overlap, adapter, Natively(schedule, gather))

@@ -1,6 +1,6 @@
 """Sharded optimizers for data-parallel training, overlapped with backward, on any backend of torch.distributed."""
 
-from zerolap.adapter import Adapter, Capabilities, Pending, find_adapter, installed_adapters, load_adapter
+from zerolap.adapter import Adapter, Capabilities, Pending, Waitable, find_adapter, installed_adapters, load_adapter
 from zerolap.attach import GradScaler, Handle, Stats, attach
 from zerolap.errors import AdapterNotFoundError, CollectiveError, IllegalEventError, ZerolapError
 from zerolap.hooks import hook_with_zero_step, hook_with_zero_step_interleaved
@@ -21,6 +21,7 @@ __all__ = [
     "Pending",
     "Stats",
     "ThreadLane",
+    "Waitable",
     "ZeroRedundancyOptimizer",
     "ZerolapError",
     "attach",

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,10 @@ class Capabilities:
     elements from the parameter's start."""
 
 
+class Waitable(Protocol):
+    def wait(self) -> object: ...
+
+
 class Pending:
     """A collective under way. Keeps its tensors alive, and knows how to call itself when it fails."""
 
@@ -43,7 +47,7 @@ class Pending:
 
     def __init__(
         self,
-        works: Sequence[dist.Work],
+        works: Sequence[Waitable],
         *,
         tensors: Sequence[Tensor],
         what: str,
@@ -62,10 +66,10 @@ class Pending:
         try:
             for work in self._works:
                 work.wait()
+            if self._finish is not None:
+                self._finish()
         except Exception as error:
             raise CollectiveError(f"{self._what} failed: {error}") from error
-        if self._finish is not None:
-            self._finish()
         self._works, self._finish, self.tensors = (), None, ()
 
 

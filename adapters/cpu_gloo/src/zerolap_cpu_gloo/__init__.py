@@ -9,16 +9,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
-from zerolap import Adapter, Capabilities, Lane, Pending, ThreadLane
+from zerolap import Adapter, Capabilities, Lane, Pending, ThreadLane, Waitable
+from zerolap_cpu_gloo.exchange import (
+    Inbox,
+    gather_in_stages,
+    reduce_in_stages,
+    stages_of,
+    start_gather_stage,
+    start_reduce_stage,
+)
 
 __all__ = ["CpuGlooAdapter"]
-
-
-def _exchange(into: Sequence[Tensor], parts: Sequence[Tensor], group: dist.ProcessGroup, tag: int) -> list[dist.Work]:
-    """Receive into one tensor from each other rank, in rank order, and send ``parts[r]`` to each other rank r."""
-    others = [r for r in range(group.size()) if r != group.rank()]
-    works = [group.recv([tensor], r, tag) for r, tensor in zip(others, into, strict=True) if tensor.numel()]
-    return works + [group.send([parts[r]], r, tag) for r in others if parts[r].numel()]
 
 
 class CpuGlooAdapter(Adapter):
@@ -31,13 +32,8 @@ class CpuGlooAdapter(Adapter):
     )
 
     def __init__(self) -> None:
-        # Buffers to receive into, by size: as many as were ever needed at once. New large ones each time would cost more
-        # in page faults than the copy itself.
-        self._spare: dict[tuple[int, torch.dtype], list[Tensor]] = {}
-
-    def _take_spare(self, like: Tensor) -> Tensor:
-        spare = self._spare.get((like.numel(), like.dtype))
-        return spare.pop() if spare else torch.empty_like(like)
+        self._inbox = Inbox()
+        self._progress: dict[str, Lane] = {}
 
     def is_available(self) -> bool:
         return dist.is_available() and dist.is_gloo_available()
@@ -59,28 +55,34 @@ class CpuGlooAdapter(Adapter):
     def reduce_scatter(
         self, parts: Sequence[Tensor], *, into: Tensor, group: dist.ProcessGroup, tag: int, what: str
     ) -> Pending:
-        # By point-to-point messages: Gloo's own reduce_scatter is an all-reduce underneath, with twice the bytes.
-        me, mine = group.rank(), parts[group.rank()]
-        received = [mine if r == me else self._take_spare(mine) for r in range(group.size())]
-        works = _exchange([p for p in received if p is not mine], parts, group, tag)
-
-        def add_up() -> None:
-            if len(received) == 1:
-                into.copy_(mine)
-            else:
-                torch.add(received[0], received[1], out=into)
-            for other in received[2:]:
-                into.add_(other)
-            self._spare.setdefault((mine.numel(), mine.dtype), []).extend(p for p in received if p is not mine)
-
-        sent = sum(part.nbytes for r, part in enumerate(parts) if r != me)
-        return Pending(works, tensors=(*parts, *received, into), what=what, sent_bytes=sent, finish=add_up)
+        stages, sent = stages_of(group.rank(), group.size()), sum(p.nbytes for p in parts) - parts[group.rank()].nbytes
+        if len(stages) == 1:
+            finish = start_reduce_stage(parts, into, stages[0], group=group, tag=tag, inbox=self._inbox)
+            return Pending((), tensors=(*parts, into), what=what, sent_bytes=sent, finish=finish)
+        work = self._progress_of(group).submit(
+            lambda: reduce_in_stages(parts, into, stages, group=group, tag=tag, inbox=self._inbox)
+        )
+        return Pending([work], tensors=(*parts, into), what=what, sent_bytes=sent)
 
     def all_gather(self, parts: Sequence[Tensor], *, group: dist.ProcessGroup, tag: int, what: str) -> Pending:
-        me, mine = group.rank(), parts[group.rank()]
-        others = [part for r, part in enumerate(parts) if r != me]
-        works = _exchange(others, [mine] * group.size(), group, tag)
-        return Pending(works, tensors=parts, what=what, sent_bytes=mine.nbytes * len(others))
+        stages = stages_of(group.rank(), group.size())
+        sent = sum(
+            sum(part.nbytes for part in parts[slice(*stage.blocks[stage.place])]) * (len(stage.peers) - 1)
+            for stage in stages
+        )
+        works: Sequence[Waitable]
+        if len(stages) == 1:
+            works = start_gather_stage(parts, stages[0], group=group, tag=tag)
+        else:
+            works = [self._progress_of(group).submit(lambda: gather_in_stages(parts, stages, group=group, tag=tag))]
+        return Pending(works, tensors=parts, what=what, sent_bytes=sent)
+
+    def _progress_of(self, group: dist.ProcessGroup) -> Lane:
+        """Where exchanges of several stages run: each stage starts when the one before it is done, whoever waits or not."""
+        name = group.group_name
+        if name not in self._progress:
+            self._progress[name] = ThreadLane(f"progress-{name}")
+        return self._progress[name]
 
     def device(self, local_rank: int) -> torch.device:
         return torch.device("cpu")
