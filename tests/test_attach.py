@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import zerolap
 import zerolap_cpu_gloo
 from training import Mlp, assert_same_params, backward, batches, iterate, pair
+from zerolap.native import NativeEngine
 from zerolap_conformance.ranks import run_ranks, try_ranks
 
 SCHEDULES = ("interleaved", "after_backward", "on_step")
@@ -496,25 +497,36 @@ def test_every_choice_of_precision_sends_what_it_says() -> None:
 # --- clipping, scaling, skipping --------------------------------------------------------------------------------------
 
 
-def _clips() -> None:
+def _clips(fused: bool) -> None:
     for norm_type in (1.0, 2.0, 3.5, float("inf")):
         oracle, ours = pair()
-        plain = torch.optim.AdamW(oracle.parameters(), lr=0.01)
-        zero, _ = attached(ours, ours.parameters(), torch.optim.AdamW, schedule="on_step", lr=0.01)
+        plain = torch.optim.AdamW(oracle.parameters(), lr=0.01, fused=fused)
+        zero, _ = attached(ours, ours.parameters(), torch.optim.AdamW, schedule="on_step", lr=0.01, fused=fused)
         for i, x in enumerate(batches(5)):
             for model, optimizer in ((oracle, plain), (ours, zero)):
                 optimizer.zero_grad()
                 backward(model, x)
             expected = torch.nn.utils.clip_grad_norm_(oracle.parameters(), 0.5, norm_type)
+            before = _reduced_gradients(zero)
             torch.testing.assert_close(zero.clip_grad_norm_(0.5, norm_type), expected, rtol=1e-5, atol=0)
+            # Fused implementations divide while they update, so nothing is passed over for it.
+            is_untouched = all(map(torch.equal, before, _reduced_gradients(zero)))
+            assert is_untouched is (fused or bool(expected < 0.5)), (norm_type, i)
+            torch.testing.assert_close(zero.clip_grad_norm_(0.5, norm_type), expected.clamp(max=0.5), rtol=1e-5, atol=0)
             plain.step()
             zero.step()
             for a, b in zip(ours.parameters(), oracle.parameters(), strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=f"{norm_type}, {i}")
 
 
-def test_clipping_gives_torchs_norm_and_torchs_update() -> None:
-    run_ranks(2, _clips)
+def _reduced_gradients(zero: zerolap.ZeroRedundancyOptimizer) -> list[Tensor]:
+    assert isinstance(zero._engine, NativeEngine)
+    return [shard.clone() for shard in zero._engine._reduced_shards()]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_clipping_gives_torchs_norm_and_torchs_update(fused: bool) -> None:
+    run_ranks(2, _clips, fused)
 
 
 def _scales() -> tuple[list[float], list[float]]:

@@ -32,7 +32,7 @@ def _run_blocks() -> None:
     exec(readme, names)
     assert not any(torch.equal(p, old) for p, old in zip(names["model"].parameters(), before, strict=True))
 
-    choosing, clipping = _blocks("docs/attach.md")
+    choosing, clipping, tracing = _blocks("docs/attach.md")
     ddp = DDP(Mlp())
     exec(choosing, {"zerolap": zerolap, "ddp": ddp, "opt": _sharded(ddp)})
     ddp = DDP(Mlp())
@@ -40,6 +40,8 @@ def _run_blocks() -> None:
     handle = zerolap.attach(ddp, opt, schedule="on_step")
     exec(clipping, {"zerolap": zerolap, "opt": opt, "loss": ddp(next(batches(1))).square().mean()})
     assert handle.stats().num_updates == 1
+    exec(tracing, {"handle": handle, "ddp": ddp, "opt": opt, "batch": next(batches(1))})
+    assert handle.stats().num_updates == 2
     assert dist.get_world_size() == 2
 
 

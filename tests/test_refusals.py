@@ -14,6 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import zerolap
+import zerolap_cpu_gloo
 from training import Mlp, backward, batches, overlapped
 from zerolap import adapter as adapter_module
 from zerolap_conformance.ranks import try_ranks
@@ -92,12 +93,36 @@ def not_an_optimizer() -> None:
 
 def no_adapter() -> None:
     adapter_module.installed_adapters = dict  # as if none were installed
-    _sharded([nn.Parameter(torch.zeros(3))], overlap_with_ddp=True)
+    ddp = DDP(Mlp())
+    zerolap.attach(ddp, Zero(ddp.parameters(), SGD, lr=0.1, overlap_with_ddp=True))
 
 
 def broken_adapter() -> None:
     adapter_module.installed_adapters = lambda: {"acme": ImportError("libacme.so is missing")}
-    _sharded([nn.Parameter(torch.zeros(3))], overlap_with_ddp=True)
+    ddp = DDP(Mlp())
+    zerolap.hook_with_zero_step(allreduce_hook, ddp, Zero(ddp.parameters(), SGD, lr=0.1, overlap_with_ddp=True))
+
+
+class ForAnotherDevice(zerolap_cpu_gloo.CpuGlooAdapter):
+    name = "acme"
+    device_type = "acme"
+
+
+def _attach_with(adapter: Any) -> None:
+    ddp = DDP(Mlp())
+    zerolap.attach(ddp, _sharded(ddp.parameters(), overlap_with_ddp=True), adapter=adapter)
+
+
+def unknown_adapter() -> None:
+    _attach_with("gluu")
+
+
+def adapter_for_another_device() -> None:
+    _attach_with(ForAnotherDevice())
+
+
+def adapter_class() -> None:
+    _attach_with(zerolap_cpu_gloo.CpuGlooAdapter)
 
 
 def no_overlap() -> None:
@@ -230,6 +255,9 @@ REFUSALS: dict[Callable[[], None], str] = {
     not_an_optimizer: r"ValueError: optimizer_class must be a torch.optim.Optimizer subclass",
     no_adapter: r"AdapterNotFoundError: no zerolap adapter for device type 'cpu'; installed: none.*pip install zerolap-cpu",
     broken_adapter: r"installed: acme \(broken: libacme.so is missing\)",
+    unknown_adapter: r"AdapterNotFoundError: no adapter 'gluu'; installed: .*cpu_gloo",
+    adapter_for_another_device: r"ValueError: adapter 'acme' is for device type 'acme', the parameters are on 'cpu'",
+    adapter_class: r"TypeError: adapter must be a name or a zerolap.Adapter, got ABCMeta",
     no_overlap: r"ValueError: .*overlap_with_ddp=True",
     another_ddp: r"ValueError: .*not reduced by this DDP",
     another_ddp_on_one_rank: r"not reduced by this DDP",

@@ -6,6 +6,7 @@ from zerolap.errors import AdapterNotFoundError, CollectiveError, IllegalEventEr
 from zerolap.hooks import hook_with_zero_step, hook_with_zero_step_interleaved
 from zerolap.lane import Lane, ThreadLane
 from zerolap.optimizer import ZeroRedundancyOptimizer
+from zerolap.trace import Span, Trace
 
 __version__ = "0.1.0"
 
@@ -19,8 +20,10 @@ __all__ = [
     "IllegalEventError",
     "Lane",
     "Pending",
+    "Span",
     "Stats",
     "ThreadLane",
+    "Trace",
     "Waitable",
     "ZeroRedundancyOptimizer",
     "ZerolapError",

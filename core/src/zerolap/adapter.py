@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from torch import Tensor
 from zerolap.errors import AdapterNotFoundError, CollectiveError
 from zerolap.lane import Lane
 from zerolap.plan import GroupRank
+from zerolap.trace import Moment
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +115,17 @@ class Adapter(ABC):
         timeout: timedelta = group._get_backend(torch.device(self.device_type)).options._timeout
         return timeout
 
+    def moment(self) -> Moment:
+        """Now, as seen by whatever runs what this thread starts: the host, or the current stream."""
+        return time.perf_counter()
+
+    def seconds_between(self, start: Moment, end: Moment) -> float:
+        """The time from one moment to another."""
+        return cast(float, end) - cast(float, start)
+
+    def close_group(self, group: dist.ProcessGroup) -> None:  # noqa: B027 - most have taken nothing
+        """Give up what ``open_group`` has taken beyond the group object itself."""
+
     def all_reduce(
         self, tensor: Tensor, *, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup, what: str
     ) -> Pending:
@@ -165,6 +178,22 @@ def load_adapter(name: str) -> Adapter:
     if adapter is None:
         raise AdapterNotFoundError(f"no adapter {name!r}; installed: {', '.join(installed) or 'none'}")
     return adapter()
+
+
+def resolve_adapter(given: Adapter | str | None, *, device_type: str) -> Adapter:
+    """The adapter that was asked for, or the one for the device; refused if it does not fit the device."""
+    if given is None:
+        return find_adapter(device_type)
+    adapter = load_adapter(given) if isinstance(given, str) else given
+    if not isinstance(adapter, Adapter):
+        raise TypeError(f"adapter must be a name or a zerolap.Adapter, got {type(adapter).__name__}")
+    if adapter.device_type != device_type:
+        raise ValueError(
+            f"adapter {adapter.name!r} is for device type {adapter.device_type!r}, the parameters are on {device_type!r}"
+        )
+    if not adapter.is_available():
+        raise AdapterNotFoundError(f"adapter {adapter.name!r} finds no device of type {device_type!r}")
+    return adapter
 
 
 def find_adapter(device_type: str) -> Adapter:

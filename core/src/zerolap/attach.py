@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal, TypeVar
@@ -12,14 +13,18 @@ import torch
 import torch.optim
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from zerolap.adapter import Adapter
 from zerolap.hooks import agreement_of, guarded, meet
-from zerolap.machine import Gather, Schedule
+from zerolap.machine import Gather, Phase, Schedule
 from zerolap.native import NativeEngine, Precision
 from zerolap.optimizer import ZeroRedundancyOptimizer
+from zerolap.shards import WITH_FUSED
+from zerolap.trace import Trace
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +36,6 @@ _ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
     for name in ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop")
 )
-_WITH_FUSED = frozenset(getattr(torch.optim, name) for name in ("SGD", "Adam", "AdamW", "Adagrad"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,14 +51,45 @@ class Stats:
 class Handle:
     """What ``attach`` returns."""
 
-    def __init__(self, optimizer: ZeroRedundancyOptimizer, engine: NativeEngine) -> None:
+    def __init__(
+        self, optimizer: ZeroRedundancyOptimizer, engine: NativeEngine, adapter: Adapter, undo: Callable[[], None]
+    ) -> None:
         self._optimizer = optimizer
         self._engine = engine
+        self._adapter = adapter
+        self._undo = undo
+
+    @property
+    def is_attached(self) -> bool:
+        return self._optimizer._engine is self._engine
 
     def finish(self) -> None:
         """Wait for all parameters that are still on their way."""
         self._engine.raise_if_failed()
         self._engine.wait_for_params()
+
+    def detach(self) -> None:
+        """Undo ``attach``: DDP averages gradients as usual again, and threads and groups are given up.
+
+        Parameters and optimizer states stay as they are, for ``consolidate_state_dict`` or another ``attach`` of the same
+        optimizer. Called by all ranks, between two iterations. Harmless when called twice, or after a failure.
+        """
+        if self.is_attached:
+            if self._engine.phase is not Phase.FAILED:
+                self.finish()
+            self._optimizer._engine = None
+            self._undo()
+
+    @contextmanager
+    def trace(self) -> Iterator[Trace]:
+        """Note when each bucket's gradients were ready, and its reduction, update and gathering began and ended."""
+        if self._engine.trace is not None:
+            raise RuntimeError("a trace is already being taken")
+        self._engine.trace = trace = Trace(self._adapter.moment, self._adapter.seconds_between)
+        try:
+            yield trace
+        finally:
+            self._engine.trace = None
 
     def refresh_masters(self) -> None:
         """Take over parameters that were set by hand; ``load_state_dict`` of the module does this by itself."""
@@ -77,6 +112,7 @@ def attach(
     *,
     schedule: Literal["interleaved", "after_backward", "on_step"] = "interleaved",
     gather: Literal["eager", "lazy"] = "eager",
+    adapter: Adapter | str | None = None,
     master_weights: bool = False,
     reduce_dtype: torch.dtype | None = None,
     gather_dtype: torch.dtype | None = None,
@@ -96,19 +132,19 @@ def attach(
     summed, ``gather_dtype`` the one in which parameters are sent, for both the parameters' own if not given. A
     ``gather_dtype`` narrower than a parameter rounds it on all ranks, and needs ``master_weights``.
 
-    Where class and device have a fused implementation it is used, unless ``fused`` or ``foreach`` was given.
+    Where class and device have a fused implementation it is used, unless ``fused`` or ``foreach`` was given. ``adapter`` is one
+    of your own, or the name of one that is installed; without it the parameters' device decides.
     """
     precision = Precision(master_weights=master_weights, reduce_dtype=reduce_dtype, gather_dtype=gather_dtype)
     when, how = _member(Schedule, schedule, "schedule"), _member(Gather, gather, "gather")
-    reduce_group, group = meet(
+    chosen, (reduce_group, group) = meet(
         ddp,
         optimizer,
         settings=["native", when.value, how.value, str(precision)],
         num_groups=2,
+        adapter=adapter,
         check=lambda: _check_attachable(ddp, optimizer, precision),
     )
-    adapter = optimizer._adapter
-    assert adapter is not None, "an optimizer under overlap has an adapter"
     is_elementwise = _is_elementwise(optimizer._optimizer_class)
     if not is_elementwise:
         logger.info(
@@ -119,27 +155,63 @@ def attach(
     engine = optimizer._engine = NativeEngine(
         optimizer._book,
         reduce_group=reduce_group,
-        cut=adapter.capabilities.exact_cut if is_elementwise else None,
+        cut=chosen.capabilities.exact_cut if is_elementwise else None,
         precision=precision,
-        adapter=adapter,
+        adapter=chosen,
         group=group,
         schedule=when,
         agreement=agreement_of(ddp),
         on_update=optimizer._on_update,
         gather=how,
     )
+    undo = ExitStack()
+    for opened in (reduce_group, group):
+        undo.callback(chosen.close_group, opened)
+    undo.callback(engine.close)
     if master_weights:
-        ddp.module.register_load_state_dict_post_hook(_RefreshMasters(engine))
+        undo.callback(ddp.module.register_load_state_dict_post_hook(_RefreshMasters(engine)).remove)
     if how is Gather.LAZY:
         from zerolap.lazy import wait_on_access  # takes a second to import: torch's compiler comes with it
 
-        wait_on_access(ddp.module, engine)
+        undo.callback(wait_on_access(ddp.module, engine))
+    undo.callback(_connect(ddp, engine))
+    return Handle(optimizer, engine, chosen, undo.close)
 
-    def on_bucket(state: object, bucket: GradBucket) -> Future[Tensor]:
-        return engine.on_bucket(bucket)
 
-    ddp.register_comm_hook(None, guarded(ddp, on_bucket))
-    return Handle(optimizer, engine)
+def _connect(ddp: DistributedDataParallel, engine: NativeEngine) -> Callable[[], None]:
+    """Hand DDP's buckets to ``engine``; returns what goes back to plain averaging.
+
+    DDP takes one hook for its whole life, so it gets one that can be switched.
+    """
+    switch: _Switch | None = vars(ddp).get(_SWITCH)
+    if switch is None:
+        switch = _Switch()
+        process_group = ddp.process_group
+
+        def on_bucket(state: object, bucket: GradBucket) -> Future[Tensor]:
+            if switch.engine is None:
+                return allreduce_hook(process_group, bucket)
+            return switch.engine.on_bucket(bucket)
+
+        ddp.register_comm_hook(None, guarded(ddp, on_bucket))
+        setattr(ddp, _SWITCH, switch)
+    switch.engine = engine
+    return switch.turn_off
+
+
+_SWITCH = "_zerolap_switch"
+
+
+class _Switch:
+    """Who gets DDP's buckets; nobody after ``detach``, and in a copy of DDP or one from a file."""
+
+    engine: NativeEngine | None = None
+
+    def turn_off(self) -> None:
+        self.engine = None
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return (_Switch, ())
 
 
 class _RefreshMasters:
@@ -159,7 +231,7 @@ class _RefreshMasters:
 def _use_fused(optimizer: ZeroRedundancyOptimizer) -> None:
     """Turn on the fused implementation where class and device have one and the user has said nothing about it."""
     devices = torch.utils._foreach_utils._get_fused_kernels_supported_devices()
-    has_fused = optimizer._optimizer_class in _WITH_FUSED and all(
+    has_fused = optimizer._optimizer_class in WITH_FUSED and all(
         param.device.type in devices and param.is_floating_point() for param in optimizer._all_params
     )
     for group in optimizer.param_groups if has_fused else ():

@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -40,6 +41,7 @@ from zerolap.shards import (
     stand_in_for,
 )
 from zerolap.states import strides_in_bucket
+from zerolap.trace import Trace
 
 # A collective's own timeout says more than ours, so it gets this much longer to speak first.
 _GRACE_SECONDS = 5.0
@@ -87,6 +89,10 @@ class Installed:
     used: list[bool] | None = None
 
 
+def _done_already(_: int | None) -> None:
+    """By backward's thread, when the machine asked for it."""
+
+
 class Engine(ABC):
     """Overlaps one optimizer with one DDP on this rank."""
 
@@ -120,6 +126,7 @@ class Engine(ABC):
         self._outside: list[Tensor] = []
         self._failure: BaseException | None = None
         self._watched: tuple[Tensor, int, int] | None = None
+        self.trace: Trace | None = None
 
         # The backward at hand: filled by backward's thread, used by the lane.
         self._arrivals: list[Arrival] = []
@@ -127,6 +134,7 @@ class Engine(ABC):
         # Written by the lane only.
         self._installed: list[Installed] = []
         self._options: list[Options] | None = None
+        self._divisor: Tensor | None = None  # of the gradients at hand, where the optimizer applies it
         self._stepped: LocalOptimizer | None = None
         self._bucket_of: dict[Tensor, int] = {}
 
@@ -135,11 +143,16 @@ class Engine(ABC):
         self._gathers: dict[int, Sequence[Pending]] = {}
         self._gather_lock = threading.Lock()
 
-        self._on_lane: dict[Verb, Callable[[int], None]] = {
+        self._on_lane: dict[Verb, Callable[[Any], None]] = {
+            Verb.RECORD: _done_already,
+            Verb.PLAN: _done_already,
             Verb.REDUCE: self._finish_reduce,
+            Verb.MIGRATE: lambda _: self._install(),
             Verb.AGREE: self._agree,
             Verb.STEP: self._step,
             Verb.GATHER: self._gather,
+            Verb.WAIT: lambda _: self.wait_for_params(),
+            Verb.FINISH: lambda _: self._finish_update(),
         }
 
     # --- how the work is shared: for subclasses -----------------------------------------------------------------------
@@ -182,6 +195,8 @@ class Engine(ABC):
         """Take a bucket from DDP. The future gives its gradients; the last one also means that backward's part is done."""
         index = bucket.index()
         self.raise_if_failed()
+        if self.trace is not None:
+            self.trace.mark("ready", index)
         try:
             actions = self._machine.bucket_ready(index, is_last=bucket.is_last(), is_known=self._is_known(bucket))
             if Action(Verb.RECORD, index) in actions:
@@ -242,7 +257,7 @@ class Engine(ABC):
     def _wait_for_bucket(self, index: int) -> None:
         if index not in self._gathers:
             return
-        with self._gather_lock:
+        with self._gather_lock, self._traced("use", index):
             try:
                 for pending in self._gathers.get(index, ()):
                     pending.wait()
@@ -355,15 +370,8 @@ class Engine(ABC):
         """Do what may wait; the rest was done when the actions were emitted."""
         for verb, bucket in actions:
             try:
-                if verb in self._on_lane:
-                    assert bucket is not None
+                with self._traced(verb.name.lower(), bucket):
                     self._on_lane[verb](bucket)
-                elif verb is Verb.MIGRATE:
-                    self._install()
-                elif verb is Verb.WAIT:
-                    self.wait_for_params()
-                elif verb is Verb.FINISH:
-                    self._finish_update()
             except Exception as error:
                 where = f"{self._me}, {'all buckets' if bucket is None else f'bucket {bucket}'}, {verb.name.lower()}"
                 self._failure = (
@@ -372,6 +380,9 @@ class Engine(ABC):
                     else ZerolapError(f"{where}: {type(error).__name__}: {error}")
                 )
                 raise self._failure from error
+
+    def _traced(self, kind: str, bucket: int | None) -> AbstractContextManager[None]:
+        return nullcontext() if self.trace is None else self.trace.span(kind, bucket)
 
     def _finish_reduce(self, index: int) -> None:
         arrival = self._arrivals[index]
@@ -404,7 +415,7 @@ class Engine(ABC):
             # Every bucket of an update sees the same options, even if the optimizer itself changes them in its step.
             self._options = [options_of(group) for group in self._book.groups]
         local.take_options(self._options)
-        local.step()
+        local.step(self._divisor)
         self._stepped = local
 
     def _gather(self, index: int) -> None:
@@ -426,7 +437,7 @@ class Engine(ABC):
         # What the optimizer itself changed or added shows in the exposed groups, as with a plain optimizer.
         for exposed, before, after in zip(self._book.groups, self._options, self._stepped.options(), strict=True):
             exposed.update((key, value) for key, value in after.items() if before.get(key, self) is not value)
-        self._options = None
+        self._options = self._divisor = None
         self._arrivals = []
         self._on_update()
 

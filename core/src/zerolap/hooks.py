@@ -16,6 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from zerolap.adapter import Adapter, resolve_adapter
 from zerolap.engine import HookEngine
 from zerolap.exchange import all_gather_json, refuse_together
 from zerolap.lane import Waiter
@@ -58,9 +59,7 @@ def _overlapped(
     hook: Hook, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, *, schedule: Schedule, shard_buckets: bool
 ) -> Hook:
     policy = Policy.BY_PARAMETER if shard_buckets else Policy.WHOLE_BUCKET
-    (group,) = meet(ddp, zero, settings=[schedule.value, policy.value], num_groups=1)
-    adapter = zero._adapter
-    assert adapter is not None, "an optimizer under overlap has an adapter"
+    adapter, (group,) = meet(ddp, zero, settings=[schedule.value, policy.value], num_groups=1)
     # A hook that waits for a second collective in the callback of the first blocks the backend's worker; with all
     # workers blocked that way nothing moves again. One such reduction at a time always leaves a worker free.
     one_by_one = not adapter.capabilities.futures_complete_at_enqueue and hook not in _NEVER_WAIT_IN_CALLBACKS
@@ -101,35 +100,37 @@ def meet(
     *,
     settings: list[Any],
     num_groups: int,
+    adapter: Adapter | str | None = None,
     check: Callable[[], None] | None = None,
-) -> list[dist.ProcessGroup]:
+) -> tuple[Adapter, list[dist.ProcessGroup]]:
     """Check on all ranks that ``zero`` can be overlapped with ``ddp`` and that all want the same; open groups for it.
 
-    ``check`` refuses what the caller cannot do beyond that.
+    The adapter is the one given, or that of the parameters' device. ``check`` refuses what the caller cannot do beyond that.
     """
     if not zero._overlap_with_ddp:
         raise ValueError("construct ZeroRedundancyOptimizer with overlap_with_ddp=True to overlap it with DDP")
     if zero._engine is not None:
         raise ValueError("a hook was already made for this optimizer; one optimizer overlaps with one DDP")
 
-    def check_all() -> None:
+    def check_all() -> Adapter:
+        found = resolve_adapter(adapter, device_type=zero._default_device.type)
         _check(ddp, zero)
         if check is not None:
             check()
+        return found
 
-    refuse_together(check_all, group=zero.process_group, what="overlapping an optimizer with DDP")
-    assert zero._adapter is not None, "an optimizer under overlap has an adapter"
-    mine = [*settings, ddp.find_unused_parameters, ddp.static_graph]
+    chosen: Adapter = refuse_together(check_all, group=zero.process_group, what="overlapping an optimizer with DDP")
+    mine = [chosen.name, *settings, ddp.find_unused_parameters, ddp.static_graph]
     said = all_gather_json([uuid.uuid4().hex, mine], group=zero.process_group, what="comparing hooks between ranks")
     name, first = said[0]
     for rank, (_, theirs) in enumerate(said):
         if theirs != first:
             raise ValueError(f"the hooks of group ranks 0 and {rank} differ: {first} and {theirs}")
-    groups = [zero._adapter.open_group(zero.process_group, name=f"zerolap-{name}-{i}") for i in range(num_groups)]
+    groups = [chosen.open_group(zero.process_group, name=f"zerolap-{name}-{i}") for i in range(num_groups)]
     for group in groups:
         # Connections are made by the first collective of a group: now, not in the first backward.
         all_gather_json(None, group=group, what="connecting the optimizer's own group")
-    return groups
+    return chosen, groups
 
 
 def guarded(ddp: DistributedDataParallel, on_bucket: Hook) -> Hook:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import ItemsView, ValuesView
+from collections.abc import Callable, ItemsView, ValuesView
 from typing import Any, Protocol
 
 import torch
@@ -63,13 +63,24 @@ class _WaitingParameters(dict[str, nn.Parameter | None]):
         return dict, (list(super().items()),)
 
 
-def wait_on_access(module: nn.Module, waiter: ParamWaiter) -> None:
-    """From now on whoever reaches a parameter through ``module`` or one of its children waits for it."""
-    module.register_forward_pre_hook(_refuse_compiled)
-    for child in module.modules():
-        if child._parameters:
-            child._parameters = _WaitingParameters(child._parameters, waiter)
-            child.register_forward_pre_hook(_before_forward)
+def wait_on_access(module: nn.Module, waiter: ParamWaiter) -> Callable[[], None]:
+    """From now on whoever reaches a parameter through ``module`` or one of its children waits for it.
+
+    Returns what undoes it.
+    """
+    hooks = [module.register_forward_pre_hook(_refuse_compiled)]
+    children = [child for child in module.modules() if child._parameters]
+    for child in children:
+        child._parameters = _WaitingParameters(child._parameters, waiter)
+        hooks.append(child.register_forward_pre_hook(_before_forward))
+
+    def undo() -> None:
+        for hook in hooks:
+            hook.remove()
+        for child in children:
+            child._parameters = dict(child._parameters)
+
+    return undo
 
 
 # Hooks are functions of this file, not closures, so that modules stay picklable. Neither is ever traced: a trace would

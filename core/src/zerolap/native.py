@@ -86,7 +86,7 @@ class NativeEngine(Engine):
         return make_plan(layout, world_size=self._book.world_size, policy=Policy.BY_ELEMENT, cut=self._cut)
 
     def _start_reduce(self, recorded: Recorded, bucket: GradBucket) -> Reduction:
-        self.is_unscaled = False
+        self.is_unscaled, self._divisor = False, None  # a step that was skipped may have left one
         key, rank = recorded.indices, self._book.rank
         if key not in self._bounds:
             # Equal ranges depend on nothing but the bucket, so even a layout that is new is reduced as it comes.
@@ -179,13 +179,19 @@ class NativeEngine(Engine):
         else:
             total = self._over_all_ranks((local**norm_type).sum(), dist.ReduceOp.SUM, "norm of gradients")
             total = total ** (1 / norm_type)
+        if self._divisor is not None:  # clipped before
+            total = total / self._divisor
         if error_if_nonfinite and not torch.isfinite(total):
             raise RuntimeError(
                 f"the norm of order {norm_type} of the gradients is {total.item()}; it cannot be clipped by"
             )
         coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        for shard in shards:
-            shard.mul_(coefficient.to(shard.dtype))
+        if self._book.can_divide_gradients:
+            divisor = (1 / coefficient).to(torch.float32)
+            self._divisor = divisor if self._divisor is None else self._divisor * divisor
+        else:
+            for shard in shards:
+                shard.mul_(coefficient.to(shard.dtype))
         return total.to(torch.float32)
 
     def unscale_(self, inverse_scale: Tensor) -> Tensor:

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
-from zerolap.adapter import Adapter, find_adapter
 from zerolap.errors import CollectiveError, ZerolapError
 from zerolap.exchange import all_gather_json, move_states, refuse_together
 from zerolap.machine import Schedule
@@ -84,7 +83,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._overlap_with_ddp = overlap_with_ddp
         self._optimizer_class = optimizer_class
         self._engine: Engine | None = None
-        self._adapter: Adapter | None = None
         self._flats: list[tuple[GroupRank, FlatParams]] = []
         self._consolidated: dict[int, State] | None = None
 
@@ -94,8 +92,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             _check_params([param for g in groups for param in g["params"]], overlap=overlap_with_ddp)
             Optimizer.__init__(self, groups, defaults)
             Joinable.__init__(self)
-            if overlap_with_ddp:
-                self._adapter = find_adapter(self._all_params[0].device.type)
             self._book = ShardBook(
                 groups=lambda: self.param_groups,
                 factory=lambda groups: optimizer_class(groups, **defaults),
@@ -278,8 +274,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _step_under_overlap(self, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
         if self._engine is None:
             raise RuntimeError(
-                "overlap_with_ddp=True, but no hook was made for this optimizer; call ddp.register_comm_hook(state, "
-                "zerolap.hook_with_zero_step(hook, ddp, optimizer)) before training"
+                "overlap_with_ddp=True, but no hook was made for this optimizer; call zerolap.attach(ddp, optimizer), or "
+                "ddp.register_comm_hook(state, zerolap.hook_with_zero_step(hook, ddp, optimizer)), before training"
             )
         if kwargs:
             raise TypeError(

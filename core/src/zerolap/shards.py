@@ -25,6 +25,7 @@ Options = dict[str, Any]  # a param group without its parameters
 _ALIGNMENT_BYTES = 64
 
 
+WITH_FUSED = frozenset({torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad})
 MASTER = "master_weight"  # a piece's master in its state, when it travels or is saved
 
 
@@ -121,9 +122,20 @@ class LocalOptimizer:
     def pieces(self) -> Collection[Piece]:
         return self._tensors.keys()
 
-    def step(self) -> None:
-        """Step the optimizer, and round its result to the parameters if it works on masters."""
-        self.optimizer.step()
+    def step(self, divisor: Tensor | None = None) -> None:
+        """Step the optimizer, and round its result to the parameters if it works on masters.
+
+        A divisor of the gradients is for optimizers that can apply it while they use them.
+        """
+        if divisor is None:
+            self.optimizer.step()
+        else:
+            optimizer: Any = self.optimizer
+            optimizer.grad_scale, optimizer.found_inf = divisor, torch.zeros_like(divisor)
+            try:
+                optimizer.step()
+            finally:
+                del optimizer.grad_scale, optimizer.found_inf
         if self._params is not None:
             torch._foreach_copy_(self._param_list(), list(self._tensors.values()))
 
@@ -241,6 +253,11 @@ class ShardBook:
     @property
     def groups(self) -> list[ParamGroup]:
         return self._groups()
+
+    @property
+    def can_divide_gradients(self) -> bool:
+        """Whether the optimizers divide gradients while they use them: torch's fused ones do, for loss scalers."""
+        return type(self.locals[0].optimizer) in WITH_FUSED and all(group["fused"] for group in self.groups)
 
     @property
     def params(self) -> list[Tensor]:

@@ -52,6 +52,9 @@ class CpuGlooAdapter(Adapter):
         group._set_group_name(dist.GroupName(name))
         return group
 
+    def close_group(self, group: dist.ProcessGroup) -> None:
+        self._progress.pop(group.group_name, None)
+
     def reduce_scatter(
         self, parts: Sequence[Tensor], *, into: Tensor, group: dist.ProcessGroup, tag: int, what: str
     ) -> Pending:

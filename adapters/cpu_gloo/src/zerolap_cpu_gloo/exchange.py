@@ -22,6 +22,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 _ALIGNMENT = 64
+_MESSAGE_BYTES = (
+    4 * 2**20
+)  # what is summed is received in pieces of this size, so that a large bucket needs no more memory
+_MAX_MESSAGES = 4096  # to a peer for one bucket; each has a tag of its own
+_MAX_INBOX_BYTES = 8 * _MESSAGE_BYTES
+_NUM_RECENT = 256
 
 
 class Receive:
@@ -56,7 +62,7 @@ class Receive:
 
 
 class Inbox:
-    """Memory for messages, used in a circle and never more than the largest bucket seen.
+    """Memory for messages, used in a circle and never more than the largest of the recent buckets, or eight messages.
 
     The peers' messages wait at the peers until there is room, so buckets in flight cost no memory here. Waiting for receives
     in the order they were asked for, as a lane does, always finds the next one posted.
@@ -68,7 +74,7 @@ class Inbox:
         self._head = 0
         self._lent: deque[tuple[int, Receive]] = deque()  # where each starts, oldest first
         self._waiting: deque[Receive] = deque()
-        self._limit = 0
+        self._recent: deque[int] = deque(maxlen=_NUM_RECENT)
 
     @property
     def num_bytes(self) -> int:
@@ -76,7 +82,7 @@ class Inbox:
 
     def ask(self, receives: Sequence[Receive], *, bucket_bytes: int) -> None:
         with self._lock:
-            self._limit = max(self._limit, bucket_bytes)
+            self._recent.append(bucket_bytes)
             self._waiting.extend(receives)
             self._post_what_fits()
 
@@ -103,8 +109,10 @@ class Inbox:
 
     def _place_for(self, size: int) -> int | None:
         if not self._lent:
-            if self._memory.nbytes < max(size, self._limit):
-                self._memory = torch.empty(max(size, self._limit), dtype=torch.uint8)
+            wanted = max(size, min(max(self._recent), _MAX_INBOX_BYTES))
+            if self._memory.nbytes != wanted:
+                self._memory = torch.empty(0, dtype=torch.uint8)  # what is there goes first
+                self._memory = torch.empty(wanted, dtype=torch.uint8)
             return 0
         oldest = self._lent[0][0]
         if self._head > oldest:  # free: from the head to the end, and from the beginning to the oldest
@@ -127,7 +135,7 @@ def stage_sizes(num_ranks: int) -> list[int]:
     """How many ranks exchange in each stage.
 
     Measured by benchmarks/exchange.py with buckets of 0.25 and 4 MB: one stage is the fastest up to 8 ranks, two of about equal
-    size from 16 on (0.55 and 0.63 of the time at 32). A prime number of ranks stays with one.
+    size from 16 on (0.83 of the time at 16, 0.6 to 0.8 at 32). A prime number of ranks stays with one.
     """
     factors = [factor for factor in range(2, isqrt(num_ranks) + 1) if num_ranks % factor == 0]
     return [factors[-1], num_ranks // factors[-1]] if num_ranks >= 16 and factors else [num_ranks]
@@ -153,29 +161,43 @@ def start_reduce_stage(
     """Send ``parts[i]`` to the i-th peer, and sum up in ``into`` what they send; call the result to finish."""
     me, mine = stage.place, parts[stage.place]
     others = [(i, rank) for i, rank in enumerate(stage.peers) if i != me]
-    receives = [Receive(inbox, mine, group=group, src=rank, tag=tag) for _, rank in others if mine.numel()]
-    inbox.ask(receives, bucket_bytes=sum(part.nbytes for part in parts))
-    sends = [group.send([parts[i]], rank, tag) for i, rank in others if parts[i].numel()]
+    own = _messages(mine)
+    receives = [
+        [Receive(inbox, piece, group=group, src=rank, tag=tag * _MAX_MESSAGES + place) for _, rank in others]
+        for place, piece in enumerate(own)
+    ]
+    inbox.ask([each for row in receives for each in row], bucket_bytes=sum(part.nbytes for part in parts))
+    sends = [
+        group.send([piece], rank, tag * _MAX_MESSAGES + place)
+        for i, rank in others
+        for place, piece in enumerate(_messages(parts[i]))
+    ]
 
     def finish() -> None:
-        if mine.numel():
-            # Peers before this one, this one, peers after it; memory goes back as soon as it is added.
-            coming = iter([*receives[:me], None, *receives[me:]])
-            first = next(coming)
-            total = mine if first is None else first.wait()
-            for receive in coming:
-                torch.add(total, mine if receive is None else receive.wait(), out=into)
-                total = into
-                for done in (first, receive):
-                    if done is not None:
-                        done.give_back()
-                first = None
-            if total is not into:
-                into.copy_(total)
+        for piece, row, total in zip(own, receives, _messages(into), strict=True):
+            _add_up(piece, [*row[:me], None, *row[me:]], total)
         for send in sends:
             send.wait()
 
     return finish
+
+
+def _add_up(own: Tensor, coming: Sequence[Receive | None], into: Tensor) -> None:
+    """Sum in the order of ``coming``, where None stands for our own; memory goes back as soon as it is added."""
+    first = coming[0]
+    total = own if first is None else first.wait()
+    for receive in coming[1:]:
+        torch.add(total, own if receive is None else receive.wait(), out=into)
+        for done in (first, receive):
+            if done is not None:
+                done.give_back()
+        first, total = None, into
+    if total is own:
+        into.copy_(own)  # there is nobody else
+
+
+def _messages(part: Tensor) -> Sequence[Tensor]:
+    return torch.split(part, _MESSAGE_BYTES // part.element_size()) if part.numel() else ()
 
 
 def start_gather_stage(parts: Sequence[Tensor], stage: Stage, *, group: dist.ProcessGroup, tag: int) -> list[dist.Work]:

@@ -1,0 +1,98 @@
+"""The CPU adapter's exchanges: stages for many ranks, and memory for what comes."""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from zerolap_conformance.ranks import run_ranks
+from zerolap_cpu_gloo import CpuGlooAdapter
+from zerolap_cpu_gloo.exchange import Inbox, Receive, stage_sizes, stages_of
+
+
+@pytest.mark.parametrize("num_ranks", [*range(1, 40), 61, 64, 96, 4096])
+def test_stage_sizes_multiply_to_the_number_of_ranks(num_ranks: int) -> None:
+    sizes = stage_sizes(num_ranks)
+    assert prod(sizes) == num_ranks, sizes
+    assert len(sizes) == 1 or num_ranks >= 16, sizes
+
+
+@pytest.mark.parametrize("sizes", [(5,), (2, 2), (4, 4), (2, 3, 4), (2, 2, 2, 2)])
+def test_every_part_reaches_its_rank_from_everyone(sizes: tuple[int, ...]) -> None:
+    """Follow whose gradients a rank has summed up, part by part, through all stages."""
+    num_ranks = prod(sizes)
+    plans = [stages_of(rank, num_ranks, sizes) for rank in range(num_ranks)]
+    summed = [{part: {rank} for part in range(num_ranks)} for rank in range(num_ranks)]
+    for number in range(len(sizes)):
+        before = [{part: set(ranks) for part, ranks in held.items()} for held in summed]
+        for rank in range(num_ranks):
+            stage = plans[rank][number]
+            assert stage.peers[stage.place] == rank
+            own = range(*stage.blocks[stage.place])
+            for place, peer in enumerate(stage.peers):
+                assert plans[peer][number].blocks == stage.blocks, "peers cut the same block"
+                assert plans[peer][number].place == place
+            summed[rank] = {part: set().union(*(before[peer][part] for peer in stage.peers)) for part in own}
+    assert summed == [{rank: set(range(num_ranks))} for rank in range(num_ranks)]
+
+
+def _exchange(sizes: list[list[int]], is_one_buffer: bool) -> None:
+    adapter, rank, num_ranks = CpuGlooAdapter(), dist.get_rank(), dist.get_world_size()
+    assert dist.group.WORLD is not None
+    group = adapter.open_group(dist.group.WORLD, name="exchange")
+    under_way = []
+    for tag, of_ranks in enumerate(sizes):
+        whole = torch.arange(sum(of_ranks), dtype=torch.float32) * (rank + 1)
+        parts = list(whole.split(of_ranks))
+        if not is_one_buffer:
+            parts = [part.clone() for part in parts]
+        into = torch.full((of_ranks[rank],), -1.0)
+        pending = adapter.reduce_scatter(parts, into=into, group=group, tag=tag, what="reduce-scatter")
+        assert pending.sent_bytes == 4 * (sum(of_ranks) - of_ranks[rank])
+        under_way.append((pending, into, parts, of_ranks))
+    for pending, into, parts, of_ranks in under_way:
+        pending.wait()
+        first = sum(of_ranks[:rank])
+        expected = torch.arange(first, first + of_ranks[rank]) * (num_ranks * (num_ranks + 1) // 2)
+        assert torch.equal(into, expected.float()), (into, expected)
+        parts[rank].copy_(into)
+    gathers = [
+        (adapter.all_gather(parts, group=group, tag=tag, what="all-gather"), parts)
+        for tag, (_, _, parts, _) in enumerate(under_way)
+    ]
+    for gather, parts in gathers:
+        gather.wait()
+        expected = torch.arange(sum(part.numel() for part in parts)) * (num_ranks * (num_ranks + 1) // 2)
+        assert torch.equal(torch.cat(parts), expected.float())
+    adapter.close_group(group)
+
+
+@pytest.mark.parametrize("is_one_buffer", [True, False], ids=["one-buffer", "scattered"])
+@pytest.mark.parametrize("num_ranks", [3, 16])
+def test_parts_of_any_size_are_scattered_and_gathered(num_ranks: int, is_one_buffer: bool) -> None:
+    sizes = [[7] * num_ranks, [r % 3 for r in range(num_ranks)], [0] * num_ranks, [100 - r for r in range(num_ranks)]]
+    run_ranks(num_ranks, _exchange, sizes, is_one_buffer)
+
+
+def _receives() -> int:
+    """Rank 1 sends ten messages at once; rank 0 has memory for three, and asks for the last one first."""
+    group, inbox = dist.group.WORLD, Inbox()
+    assert group is not None
+    messages = [torch.full((size,), float(size)) for size in (100, 90, 100, 70, 100, 100, 30, 100, 60, 100)]
+    if dist.get_rank() == 1:
+        for send in [group.send([message], 0, tag) for tag, message in enumerate(messages)]:
+            send.wait()
+        return 0
+    receives = [Receive(inbox, message, group=group, src=1, tag=tag) for tag, message in enumerate(messages)]
+    inbox.ask(receives, bucket_bytes=1300)
+    for place in (9, *range(9)):
+        assert torch.equal(receives[place].wait(), messages[place]), place
+        receives[place].give_back()
+    return inbox.num_bytes
+
+
+def test_messages_wait_at_their_sender_until_there_is_memory_for_them() -> None:
+    assert run_ranks(2, _receives)[0] == 1300
