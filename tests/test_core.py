@@ -13,7 +13,7 @@ from torch.futures import Future
 
 import zerolap
 import zerolap_cpu_gloo
-from zerolap import adapter as adapter_module
+from zerolap import registry
 from zerolap.lane import ThreadLane, Waiter
 
 
@@ -48,14 +48,21 @@ def test_an_unknown_adapter_is_an_error_that_lists_the_installed_ones() -> None:
 
 def _register(monkeypatch: pytest.MonkeyPatch, **plugins: str) -> None:
     points = [importlib.metadata.EntryPoint(name, value, "zerolap.adapters") for name, value in plugins.items()]
-    monkeypatch.setattr(adapter_module.importlib.metadata, "entry_points", lambda group: points)
+    monkeypatch.setattr(registry.importlib.metadata, "entry_points", lambda group: points)
 
 
 class Absent(zerolap_cpu_gloo.CpuGlooAdapter):
     name, device_type = "absent", "acme"
 
-    def is_available(self) -> bool:
-        return False
+    def why_unavailable(self) -> str:
+        return "no acme is plugged in"
+
+
+class Explosive(zerolap_cpu_gloo.CpuGlooAdapter):
+    name, device_type = "explosive", "dynamite"
+
+    def why_unavailable(self) -> str:
+        raise OSError("libdynamite.so: cannot open shared object file")
 
 
 def test_a_broken_plug_in_breaks_nothing_and_says_so_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +72,16 @@ def test_a_broken_plug_in_breaks_nothing_and_says_so_when_asked_for(monkeypatch:
         wrong="math:pi",
         cpu_gloo="zerolap_cpu_gloo:CpuGlooAdapter",
         absent=f"{__name__}:Absent",
+        explosive=f"{__name__}:Explosive",
     )
+    assert zerolap.adapters() == [
+        ("absent", "acme", "no acme is plugged in"),
+        ("broken", None, "cannot be loaded: No module named 'no_such_module'"),
+        ("cpu_gloo", "cpu", None),
+        ("explosive", "dynamite", "its probe failed: OSError: libdynamite.so: cannot open shared object file"),
+        ("wrong", None, "cannot be loaded: entry point 'math:pi' is not a subclass of zerolap.Adapter"),
+    ]
+    assert not Explosive().is_available()
     assert zerolap.find_adapter("cpu").name == "cpu_gloo"
     with pytest.raises(
         zerolap.AdapterNotFoundError, match="'broken' is installed, but cannot be loaded: No module named"
@@ -76,7 +92,8 @@ def test_a_broken_plug_in_breaks_nothing_and_says_so_when_asked_for(monkeypatch:
     with pytest.raises(zerolap.AdapterNotFoundError, match=r"broken \(broken: No module named"):
         zerolap.find_adapter("elsewhere")
     with pytest.raises(
-        zerolap.AdapterNotFoundError, match="'absent' is installed for 'acme', but finds no such device"
+        zerolap.AdapterNotFoundError,
+        match="'absent' is installed for 'acme', but cannot be used: no acme is plugged in",
     ):
         zerolap.find_adapter("acme")
 

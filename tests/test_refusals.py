@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import zerolap
 import zerolap_cpu_gloo
 from training import Mlp, backward, batches, overlapped
-from zerolap import adapter as adapter_module
+from zerolap import registry
 from zerolap_conformance.ranks import try_ranks
 
 Zero = zerolap.ZeroRedundancyOptimizer
@@ -92,13 +92,13 @@ def not_an_optimizer() -> None:
 
 
 def no_adapter() -> None:
-    adapter_module.installed_adapters = dict  # as if none were installed
+    registry.installed_adapters = dict  # as if none were installed
     ddp = DDP(Mlp())
     zerolap.attach(ddp, Zero(ddp.parameters(), SGD, lr=0.1, overlap_with_ddp=True))
 
 
 def broken_adapter() -> None:
-    adapter_module.installed_adapters = lambda: {"acme": ImportError("libacme.so is missing")}
+    registry.installed_adapters = lambda: {"acme": ImportError("libacme.so is missing")}
     ddp = DDP(Mlp())
     zerolap.hook_with_zero_step(allreduce_hook, ddp, Zero(ddp.parameters(), SGD, lr=0.1, overlap_with_ddp=True))
 

@@ -49,7 +49,7 @@ def test_every_capability_is_stated(adapter: zerolap.Adapter) -> None:
 
 
 def test_a_lane_runs_in_the_order_given(adapter: zerolap.Adapter) -> None:
-    lane = adapter.lane("conformance")
+    lane = adapter.lane("conformance", device=adapter.device(0))
     done: list[int] = []
     futures = [lane.submit(lambda i=i: done.append(i)) for i in range(200)]  # type: ignore[misc]  # a default in a lambda has no type
     for future in futures:
@@ -59,7 +59,7 @@ def test_a_lane_runs_in_the_order_given(adapter: zerolap.Adapter) -> None:
 
 
 def test_a_lanes_error_reaches_whoever_waits_and_stops_the_lane(adapter: zerolap.Adapter) -> None:
-    lane = adapter.lane("conformance")
+    lane = adapter.lane("conformance", device=adapter.device(0))
     done: list[str] = []
 
     def fail() -> None:

@@ -1,17 +1,21 @@
 """Sharded optimizers for data-parallel training, overlapped with backward, on any backend of torch.distributed."""
 
-from zerolap.adapter import Adapter, Capabilities, Pending, Waitable, find_adapter, installed_adapters, load_adapter
+from zerolap.adapter import Adapter, Capabilities
 from zerolap.attach import GradScaler, Handle, Stats, attach
 from zerolap.errors import AdapterNotFoundError, CollectiveError, IllegalEventError, ZerolapError
 from zerolap.hooks import hook_with_zero_step, hook_with_zero_step_interleaved
-from zerolap.lane import Lane, ThreadLane
+from zerolap.lane import Lane, Side, ThreadLane
 from zerolap.optimizer import ZeroRedundancyOptimizer
+from zerolap.pending import Pending, Waitable
+from zerolap.registry import AdapterInfo, adapters, find_adapter, installed_adapters, load_adapter
+from zerolap.stream import StreamAdapter
 from zerolap.trace import Span, Trace
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Adapter",
+    "AdapterInfo",
     "AdapterNotFoundError",
     "Capabilities",
     "CollectiveError",
@@ -20,13 +24,16 @@ __all__ = [
     "IllegalEventError",
     "Lane",
     "Pending",
+    "Side",
     "Span",
     "Stats",
+    "StreamAdapter",
     "ThreadLane",
     "Trace",
     "Waitable",
     "ZeroRedundancyOptimizer",
     "ZerolapError",
+    "adapters",
     "attach",
     "find_adapter",
     "hook_with_zero_step",

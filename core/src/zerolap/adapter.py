@@ -1,29 +1,23 @@
-"""The adapter contract: what a backend offers and says of itself, and where adapters are found. None is named here."""
+"""The adapter contract: what a backend offers and says of itself. None is named here."""
 
 from __future__ import annotations
 
-import importlib.metadata
-import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
-from typing import ClassVar, Protocol, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Backend, PrefixStore, Store, _DistributedBackendOptions
 
-from zerolap.errors import AdapterNotFoundError, CollectiveError
-from zerolap.lane import Lane
+from zerolap.lane import HostSide, Lane, Side
+from zerolap.pending import Pending
 from zerolap.plan import GroupRank
 from zerolap.trace import Moment
-
-logger = logging.getLogger(__name__)
-
-ENTRY_POINT_GROUP = "zerolap.adapters"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,68 +32,68 @@ class Capabilities:
     elements from the parameter's start."""
 
 
-class Waitable(Protocol):
-    def wait(self) -> object: ...
-
-
-class Pending:
-    """A collective under way. Keeps its tensors alive, and knows how to call itself when it fails."""
-
-    __slots__ = ("_finish", "_what", "_works", "sent_bytes", "tensors")
-
-    def __init__(
-        self,
-        works: Sequence[Waitable],
-        *,
-        tensors: Sequence[Tensor],
-        what: str,
-        sent_bytes: int = 0,
-        finish: Callable[[], None] | None = None,
-    ) -> None:
-        self._works = works
-        self._finish = finish  # what is left to do once everything has arrived
-        self.sent_bytes = sent_bytes  # by this rank
-        # Held until waited for: freed earlier, the allocator may hand the memory to the next bucket while it is sent.
-        self.tensors = tensors
-        self._what = what
-
-    def wait(self) -> None:
-        """Return when the tensors may be read and written by the caller; CollectiveError if it failed or timed out."""
-        try:
-            for work in self._works:
-                work.wait()
-            if self._finish is not None:
-                self._finish()
-        except Exception as error:
-            raise CollectiveError(f"{self._what} failed: {error}") from error
-        self._works, self._finish, self.tensors = (), None, ()
-
-
 class Adapter(ABC):
     """What core needs of a backend. Under ten verbs; most come with this class.
 
     Collectives are started by one thread per group, in the same order on every rank, on contiguous tensors.
     """
 
-    name: ClassVar[str]
-    device_type: ClassVar[str]
-    backend: ClassVar[str]  # what init_process_group() is told for this device
-    capabilities: ClassVar[Capabilities]
+    name: str
+    device_type: str
+    backend: str  # what init_process_group() is told for this device
+    capabilities: Capabilities
 
     @abstractmethod
+    def why_unavailable(self) -> str | None:
+        """Why this process cannot use the device, in words; None if it can."""
+
     def is_available(self) -> bool:
         """Whether this process can use the device; never raises."""
+        try:
+            return self.why_unavailable() is None
+        except Exception:  # a probe of something that is not there may do anything; diagnose() says what it did
+            return False
+
+    def diagnose(self) -> list[str]:
+        """Advice about this process's environment, one sentence each; nothing if all is well."""
+        return []
 
     @abstractmethod
-    def lane(self, name: str) -> Lane:
+    def lane(self, name: str, *, device: torch.device) -> Lane:
         """A new ordered place to run shard updates and start collectives."""
 
-    @abstractmethod
+    def side(self, device: torch.device) -> Side:
+        """A new ordered place to start collectives of one kind."""
+        return HostSide()
+
+    def check_group(self, group: dist.ProcessGroup) -> None:  # noqa: B027 - most can work beside any
+        """Refuse, with a ValueError, a process group that this adapter cannot work beside."""
+
     def open_group(self, like: dist.ProcessGroup, *, name: str) -> dist.ProcessGroup:
         """A group of our own over the ranks of ``like``, in their order; all of them call it with the same unique name.
 
         Ranks outside ``like`` take no part, and dropping the last reference closes it.
         """
+        # Made as torch makes them, but not registered with torch: new_group() wants every rank of the job or a count of
+        # groups that is the same on all, and splitting wants all ranks of the parent, and loses messages on some backends.
+        store = PrefixStore(name, like.get_group_store())
+        backend = self.make_backend(store, like.rank(), like.size(), self.timeout(like), name)
+        kind = dist.Backend.backend_type_map.get(self.backend, dist.ProcessGroup.BackendType.CUSTOM)
+        group = dist.ProcessGroup(store, like.rank(), like.size())
+        group._set_default_backend(kind)
+        group._register_backend(torch.device(self.device_type), kind, backend)
+        group._set_group_name(dist.GroupName(name))
+        return group
+
+    def make_backend(self, store: Store, rank: int, size: int, timeout: timedelta, name: str) -> Backend:
+        """What does the communicating in a group; here, one that was registered with torch under the adapter's name for it."""
+        plugin = dist.Backend._plugins[self.backend.upper()]
+        if not plugin.extended_api:
+            return cast(Backend, plugin.creator_fn(store, rank, size, timeout))
+        options = _DistributedBackendOptions()
+        options.store, options.group_rank, options.group_size, options.timeout = store, rank, size, timeout
+        options.group_id = name
+        return cast(Backend, plugin.creator_fn(options, None))
 
     def device(self, local_rank: int) -> torch.device:
         """The device that a process with this local rank trains on."""
@@ -140,7 +134,7 @@ class Adapter(ABC):
     def reduce_scatter(
         self, parts: Sequence[Tensor], *, into: Tensor, group: dist.ProcessGroup, tag: int, what: str
     ) -> Pending:
-        """Sum, in rank order, what every rank has as the part of this rank, and leave it in ``into``.
+        """Sum what every rank has as the part of this rank, always in the same order, and leave it in ``into``.
 
         ``parts[r]`` is meant for rank r and is not changed; parts may differ in size and be empty. Collectives of one group
         that are under way at once have different tags.
@@ -149,70 +143,3 @@ class Adapter(ABC):
     @abstractmethod
     def all_gather(self, parts: Sequence[Tensor], *, group: dist.ProcessGroup, tag: int, what: str) -> Pending:
         """Send this rank's part to all others and fill in theirs; parts may differ in size and be empty."""
-
-
-@cache
-def _load(entry_point: importlib.metadata.EntryPoint) -> type[Adapter] | Exception:
-    """Load a plug-in once. One that is broken must not break the others: its error is kept for whoever asks for it."""
-    try:
-        loaded = entry_point.load()
-        if not (isinstance(loaded, type) and issubclass(loaded, Adapter)):
-            raise TypeError(f"entry point {entry_point.value!r} is not a subclass of zerolap.Adapter")
-    except Exception as error:
-        logger.warning("zerolap adapter %r cannot be loaded: %s", entry_point.name, error)
-        return error
-    return loaded
-
-
-def installed_adapters() -> dict[str, type[Adapter] | Exception]:
-    """Every registered adapter by name; for one that cannot be loaded, the error."""
-    return {ep.name: _load(ep) for ep in sorted(importlib.metadata.entry_points(group=ENTRY_POINT_GROUP))}
-
-
-def load_adapter(name: str) -> Adapter:
-    """The adapter of this name; AdapterNotFoundError if there is none or it is broken."""
-    installed = installed_adapters()
-    adapter = installed.get(name)
-    if isinstance(adapter, Exception):
-        raise AdapterNotFoundError(f"adapter {name!r} is installed, but cannot be loaded: {adapter}") from adapter
-    if adapter is None:
-        raise AdapterNotFoundError(f"no adapter {name!r}; installed: {', '.join(installed) or 'none'}")
-    return adapter()
-
-
-def resolve_adapter(given: Adapter | str | None, *, device_type: str) -> Adapter:
-    """The adapter that was asked for, or the one for the device; refused if it does not fit the device."""
-    if given is None:
-        return find_adapter(device_type)
-    adapter = load_adapter(given) if isinstance(given, str) else given
-    if not isinstance(adapter, Adapter):
-        raise TypeError(f"adapter must be a name or a zerolap.Adapter, got {type(adapter).__name__}")
-    if adapter.device_type != device_type:
-        raise ValueError(
-            f"adapter {adapter.name!r} is for device type {adapter.device_type!r}, the parameters are on {device_type!r}"
-        )
-    if not adapter.is_available():
-        raise AdapterNotFoundError(f"adapter {adapter.name!r} finds no device of type {device_type!r}")
-    return adapter
-
-
-def find_adapter(device_type: str) -> Adapter:
-    """The adapter for a device type; AdapterNotFoundError says what is installed and what to do."""
-    installed = installed_adapters()
-    for name, adapter in installed.items():
-        if isinstance(adapter, type) and adapter.device_type == device_type:
-            found = adapter()
-            if not found.is_available():
-                raise AdapterNotFoundError(
-                    f"adapter {name!r} is installed for {device_type!r}, but finds no such device"
-                )
-            return found
-    described = ", ".join(
-        f"{name} (broken: {adapter})" if isinstance(adapter, Exception) else f"{name} ({adapter.device_type})"
-        for name, adapter in installed.items()
-    )
-    raise AdapterNotFoundError(
-        f"no zerolap adapter for device type {device_type!r}; installed: {described or 'none'}. "
-        f"Install the adapter package for this device (pip install zerolap-{device_type}-<backend>; "
-        "the README's adapter table has the names), or move the parameters to a device that has one"
-    )

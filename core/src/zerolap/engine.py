@@ -24,11 +24,12 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
-from zerolap.adapter import Adapter, Pending
+from zerolap.adapter import Adapter
 from zerolap.errors import CollectiveError, IllegalEventError, ZerolapError
 from zerolap.exchange import move_states
 from zerolap.lane import Waiter
 from zerolap.machine import Action, Agreement, Gather, Machine, Phase, Schedule, Verb
+from zerolap.pending import Pending
 from zerolap.plan import BucketPlan, GroupRank, Layout, Piece, Plan, Policy, Slot, make_plan
 from zerolap.shards import (
     BucketShard,
@@ -114,7 +115,9 @@ class Engine(ABC):
         self._agreement = agreement
         self._on_update = on_update
         self._machine = Machine(schedule, gather=gather, agreement=agreement)
-        self._lane = adapter.lane("update")
+        device = book.params[0].device
+        self._lane = adapter.lane("update", device=device)
+        self._gather_side = adapter.side(device)
         self._timeout = adapter.timeout(group).total_seconds() + _GRACE_SECONDS
         self._me = f"rank {dist.get_rank()}"
 
@@ -140,7 +143,7 @@ class Engine(ABC):
 
         # Gathers under way: started by the lane, waited for by the lane or by whoever uses a parameter first. The lock is
         # held while waiting, so that nobody takes a gather that another thread waits for as finished.
-        self._gathers: dict[int, Sequence[Pending]] = {}
+        self._gathers: dict[int, Pending] = {}
         self._gather_lock = threading.Lock()
 
         self._on_lane: dict[Verb, Callable[[Any], None]] = {
@@ -151,7 +154,7 @@ class Engine(ABC):
             Verb.AGREE: self._agree,
             Verb.STEP: self._step,
             Verb.GATHER: self._gather,
-            Verb.WAIT: lambda _: self.wait_for_params(),
+            Verb.WAIT: lambda _: self._finish_gathers(),
             Verb.FINISH: lambda _: self._finish_update(),
         }
 
@@ -174,7 +177,7 @@ class Engine(ABC):
         """This rank's part of a bucket, given what it owns of it."""
 
     @abstractmethod
-    def _start_gather(self, index: int, installed: Installed) -> Sequence[Pending]:
+    def _start_gather(self, index: int, installed: Installed) -> Pending:
         """Start sending a bucket's updated shards to all ranks; on the lane."""
 
     # --- what the hooks and the optimizer call ------------------------------------------------------------------------
@@ -221,7 +224,7 @@ class Engine(ABC):
         except IllegalEventError as error:
             raise self._fail(error, "step() after a backward that did not finish") from error
         if actions:
-            self._lane.submit(partial(self._do, actions)).wait()
+            self._lane.run(partial(self._do, actions))
 
     def forget_layout(self) -> None:
         """Plan anew at the end of the next backward: the optimizer's parameters have changed."""
@@ -258,13 +261,16 @@ class Engine(ABC):
         if index not in self._gathers:
             return
         with self._gather_lock, self._traced("use", index):
+            pending = self._gathers.get(index)
+            if pending is None:
+                return
             try:
-                for pending in self._gathers.get(index, ()):
-                    pending.wait()
+                pending.wait()
             except Exception as error:
                 self._failure = error
                 raise
-            self._gathers.pop(index, None)
+            if self._lane.is_caller():
+                del self._gathers[index]  # or else the lane or another stream has waited, and the next one must, too
 
     # --- on backward's thread -----------------------------------------------------------------------------------------
 
@@ -427,7 +433,11 @@ class Engine(ABC):
             )
         if self._book.world_size > 1:
             self._wait_for_bucket(index)
-            self._gathers[index] = self._start_gather(index, installed)
+            self._gathers[index] = self._gather_side.start(lambda: self._start_gather(index, installed))
+
+    def _finish_gathers(self) -> None:
+        self.wait_for_params()
+        self._gathers.clear()  # whoever waits for the lane has waited for them
 
     def _finish_update(self) -> None:
         if self._options is None:
@@ -444,7 +454,7 @@ class Engine(ABC):
     def _install(self) -> None:
         """Bring states to their new owners, parameters into flat buffers, and an optimizer to every shard."""
         assert self._plan is not None
-        self.wait_for_params()
+        self._finish_gathers()
         book = self._book
         params = book.params
         routes: dict[int, list[tuple[int, int, GroupRank]]] = {}
@@ -469,7 +479,8 @@ class Engine(ABC):
         book.locals = [book.make_local(rest)]
         self._installed = []
         for recorded, planned in zip(self._layout, self._plan.buckets, strict=True):
-            flat = FlatParams(recorded.params)
+            with self._lane.as_caller():  # their memory is the model's
+                flat = FlatParams(recorded.params)
             owned = planned.owned_by(book.rank)
             shard = self._make_shard(recorded, flat, owned) if owned else None
             self._installed.append(Installed(flat=flat, planned=planned, shard=shard))
@@ -511,7 +522,7 @@ class HookEngine(Engine):
                 slots.append(GradSlot(place, param.size(), strides_in_bucket(param), recorded.offsets[place]))
         return BucketShard(stand_ins=list(stand_ins.values()), slots=slots, local=self._book.make_local(stand_ins))
 
-    def _start_gather(self, index: int, installed: Installed) -> Sequence[Pending]:
+    def _start_gather(self, index: int, installed: Installed) -> Pending:
         pending, first = [], 0
         for owner, pieces in installed.planned.segments():
             part = installed.flat.slice(first, first + len(pieces))
@@ -519,4 +530,4 @@ class HookEngine(Engine):
             if part.numel():
                 what = f"{self._me}, bucket {index}: broadcast of updated parameters from group rank {owner}"
                 pending.append(self._adapter.broadcast(part, src=owner, group=self._group, what=what))
-        return pending
+        return Pending(pending, tensors=(), what=f"{self._me}, bucket {index}")

@@ -85,10 +85,13 @@ def move_states(
         for distance in range(1, world_size):
             to, source = GroupRank((rank + distance) % world_size), GroupRank((rank - distance) % world_size)
             message = _pack(outgoing[to])
-            size = torch.zeros(1, dtype=torch.int64, device=device)
-            _send_and_receive(torch.tensor([message.numel()], device=device), to, size, source, group)
-            received = torch.empty(int(size.item()), dtype=torch.uint8, device=device)
-            _send_and_receive(message.to(device), to, received, source, group)
+            sizes = _all_gather(torch.tensor([message.numel()], device=device), group)
+            numels = [int(size.item()) for size in sizes]
+            received = torch.empty(numels[source], dtype=torch.uint8, device=device)
+            message = message.to(device)
+            for start in range(0, max(numels), _CHUNK_BYTES):
+                chunk = slice(start, start + _CHUNK_BYTES)
+                _send_and_receive(message[chunk], to, received[chunk], source, group)
             arrived.update(_unpack(received))
     except ZerolapError:
         raise
@@ -104,14 +107,11 @@ def _all_gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 
 
 def _send_and_receive(out: Tensor, to: GroupRank, into: Tensor, source: GroupRank, group: dist.ProcessGroup) -> None:
-    works = [group.recv([part], source, 0) for part in _chunks(into)]
-    works += [group.send([part], to, 0) for part in _chunks(out)]
-    for work in works:
-        work.wait()
-
-
-def _chunks(message: Tensor) -> Sequence[Tensor]:
-    return torch.split(message, _CHUNK_BYTES) if message.numel() else ()  # an empty message need not be sent
+    """All ranks at once, each to one and from one. As one collective: sends and receives by themselves would be run one behind
+    the other on a stream, and every rank's would wait for the next rank's."""
+    sent, received = [0] * group.size(), [0] * group.size()
+    sent[to], received[source] = out.numel(), into.numel()
+    group.alltoall_base(into, out, received, sent).wait()
 
 
 def _pack(states: dict[tuple[int, int, int], State]) -> Tensor:
@@ -125,6 +125,7 @@ def _pack(states: dict[tuple[int, int, int], State]) -> Tensor:
 def _compact(value: Any) -> Any:
     """Give every tensor memory of its own if it is a part of something larger: torch.save() would send all of that."""
     if isinstance(value, Tensor):
+        value = value.detach().cpu()
         return value.clone() if value.untyped_storage().nbytes() > value.nbytes else value
     if isinstance(value, dict):
         return {key: _compact(item) for key, item in value.items()}

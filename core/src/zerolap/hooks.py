@@ -16,13 +16,14 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from zerolap.adapter import Adapter, resolve_adapter
+from zerolap.adapter import Adapter
 from zerolap.engine import HookEngine
 from zerolap.exchange import all_gather_json, refuse_together
 from zerolap.lane import Waiter
 from zerolap.machine import Agreement, Schedule
 from zerolap.optimizer import ZeroRedundancyOptimizer
 from zerolap.plan import Policy
+from zerolap.registry import resolve_adapter
 
 Hook = Callable[[Any, GradBucket], Future[Tensor]]
 
@@ -63,7 +64,7 @@ def _overlapped(
     # A hook that waits for a second collective in the callback of the first blocks the backend's worker; with all
     # workers blocked that way nothing moves again. One such reduction at a time always leaves a worker free.
     one_by_one = not adapter.capabilities.futures_complete_at_enqueue and hook not in _NEVER_WAIT_IN_CALLBACKS
-    reduce_lane = adapter.lane("reduce") if one_by_one else None
+    reduce_lane = adapter.lane("reduce", device=zero._default_device) if one_by_one else None
     timeout = adapter.timeout(zero.process_group).total_seconds()
     # torch's own hooks take no state to mean all ranks, even where DDP spans only some.
     takes_group = next(iter(inspect.signature(hook).parameters), None) == "process_group"
@@ -114,6 +115,7 @@ def meet(
 
     def check_all() -> Adapter:
         found = resolve_adapter(adapter, device_type=zero._default_device.type)
+        found.check_group(zero.process_group)
         _check(ddp, zero)
         if check is not None:
             check()

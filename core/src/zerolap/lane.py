@@ -1,4 +1,4 @@
-"""Lanes: ordered places to run things beside the training thread. Nothing here knows what is run."""
+"""Lanes and sides: ordered places to run things beside the training thread. Nothing here knows what is run."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Generic, NamedTuple, Protocol, TypeVar, cast
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch.futures import Future
+
+from zerolap.pending import Pending
 
 T = TypeVar("T")
 
@@ -21,9 +24,34 @@ class Lane(Protocol):
     returns can be handed to DDP: waiting for it lets the waiting stream (device) or thread (host) see the result.
     """
 
-    def submit(self, fn: Callable[[], T]) -> Future[T]: ...
+    def submit(self, fn: Callable[[], T]) -> Future[T]:
+        """Run ``fn`` behind what was submitted before; may return before it has run."""
 
-    def close(self) -> None: ...
+    def run(self, fn: Callable[[], T]) -> T:
+        """Run ``fn`` behind what was submitted before; what the caller does next sees its result."""
+
+    def as_caller(self) -> AbstractContextManager[None]:
+        """Inside something that runs here: do the following as if the caller did it, with its memory."""
+
+    def is_caller(self) -> bool:
+        """Whether what is waited for now is waited for on behalf of everybody who uses this lane."""
+
+    def close(self) -> None:
+        """Run nothing more once what was submitted has run."""
+
+
+class Side(Protocol):
+    """Where collectives are started, in order, beside whatever the caller goes on to do."""
+
+    def start(self, fn: Callable[[], Pending]) -> Pending:
+        """Call ``fn``, which starts a collective. What it allocates is freed when nothing uses it any more."""
+
+
+class HostSide:
+    """A side for devices without streams, where nothing is used after it was waited for."""
+
+    def start(self, fn: Callable[[], Pending]) -> Pending:
+        return fn()
 
 
 class _Job(NamedTuple):
@@ -40,6 +68,22 @@ def _unwrap(outcome: Future[object]) -> object:
     if isinstance(value, _Failure):
         raise value.error
     return value
+
+
+def _raising(outcome: Future[object]) -> Future[Any]:
+    """A future with the same outcome that raises if it is a failure.
+
+    Only an error raised in a callback is one that C++ sees, and DDP waits in C++: set_exception() would hand it the exception
+    object as if it were a gradient.
+    """
+    return outcome.then(_unwrap)
+
+
+def failed(error: BaseException) -> Future[Any]:
+    """A future that raises ``error`` wherever it is waited for."""
+    outcome: Future[object] = Future()
+    outcome.set_result(_Failure(error))
+    return _raising(outcome)
 
 
 class ThreadLane:
@@ -60,11 +104,18 @@ class ThreadLane:
 
     def submit(self, fn: Callable[[], T]) -> Future[T]:
         job = _Job(fn, Future())
-        # Only an error raised in a callback is one that C++ sees, and DDP waits in C++: set_exception() would hand it the
-        # exception object as if it were a gradient.
-        promise = cast(Future[T], job.outcome.then(_unwrap))
+        promise: Future[T] = _raising(job.outcome)
         self._jobs.put(job)
         return promise
+
+    def run(self, fn: Callable[[], T]) -> T:
+        return self.submit(fn).wait()
+
+    def as_caller(self) -> AbstractContextManager[None]:
+        return nullcontext()  # memory is anybody's
+
+    def is_caller(self) -> bool:
+        return True  # what one thread has waited for is there for all
 
     def close(self) -> None:
         """End the thread once what is queued has run. Harmless when called twice."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -18,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 
-from zerolap.adapter import Pending
 from zerolap.engine import Arrival, Engine, Installed, Recorded, Reduction
 from zerolap.machine import Phase
+from zerolap.pending import Pending
 from zerolap.plan import EqualRanges, Layout, Piece, Plan, Policy, make_plan
 from zerolap.shards import BucketShard, FlatParams, GradSlot, ShardBook, stand_in_for
 
@@ -71,6 +70,7 @@ class NativeEngine(Engine):
         self._precision = precision
         # Reductions are started by backward's thread, gathers by the lane: a group each, so that one thread uses one group.
         self._reduce_group = reduce_group
+        self._reduce_side = self._adapter.side(self._device)
         self._cut = cut
         self._bounds: dict[tuple[int, ...], list[int]] = {}  # by what a bucket holds
         self._memory: dict[tuple[int, ...], Tensor] = {}
@@ -95,17 +95,22 @@ class NativeEngine(Engine):
             mine = recorded.buffer[bounds[rank] : bounds[rank + 1]]
             self._memory[key] = torch.empty_like(mine, dtype=self._precision.reduce_dtype or mine.dtype)
         bounds, into = self._bounds[key], self._memory[key]
-        memory = recorded.buffer.to(into.dtype)  # itself, unless it is reduced in another dtype
+        # A sum of halves may overflow, and tiny ones vanish: they are scaled before, as DDP does it.
+        is_scaled_before = into.dtype is torch.float16
         scale = 1 / self._book.world_size
-        if into.dtype is torch.float16:
-            memory, scale = memory * scale, 1.0  # as DDP does it: a sum of halves may overflow, and tiny ones vanish
-        parts = [memory[a:b] for a, b in pairwise(bounds)]
-        what = f"reduce-scatter of {len(bounds) - 1} parts"
-        pending = self._adapter.reduce_scatter(
-            parts, into=into, group=self._reduce_group, tag=bucket.index(), what=what
-        )
+
+        def start() -> Pending:
+            memory = recorded.buffer.to(into.dtype)  # itself, unless it is reduced in another dtype
+            if is_scaled_before:
+                memory = memory * scale
+            parts = [memory[a:b] for a, b in pairwise(bounds)]
+            what = f"reduce-scatter of {len(parts)} parts"
+            return self._adapter.reduce_scatter(parts, into=into, group=self._reduce_group, tag=bucket_index, what=what)
+
+        bucket_index = bucket.index()
+        pending = self._reduce_side.start(start)
         self.sent_bytes += pending.sent_bytes
-        return _ScatteredReduction(pending, into, scale)
+        return _ScatteredReduction(pending, into, 1.0 if is_scaled_before else scale)
 
     def _make_ranges(self, recorded: Recorded) -> list[EqualRanges]:
         plan = make_plan((recorded.slots,), world_size=self._book.world_size, policy=Policy.BY_ELEMENT, cut=self._cut)
@@ -135,7 +140,7 @@ class NativeEngine(Engine):
         local = self._book.make_local(stand_ins, params=params if has_masters else None)
         return BucketShard(stand_ins=list(stand_ins.values()), slots=slots, local=local)
 
-    def _start_gather(self, index: int, installed: Installed) -> Sequence[Pending]:
+    def _start_gather(self, index: int, installed: Installed) -> Pending:
         buffer = installed.flat.buffer
         wire = buffer.to(self._precision.gather_dtype or buffer.dtype)  # itself, unless it is sent in another dtype
         parts = [wire[a:b] for a, b in pairwise(self._cuts[index])]
@@ -143,9 +148,9 @@ class NativeEngine(Engine):
         pending = self._adapter.all_gather(parts, group=self._group, tag=index, what=what)
         self.sent_bytes += pending.sent_bytes
         if wire is buffer:
-            return (pending,)
+            return pending
         # Our own part as well: every rank must have the rounded value.
-        return (pending, Pending((), tensors=(wire,), what=what, finish=partial(_copy, buffer, wire)))
+        return Pending([pending], tensors=(wire,), what=what, finish=lambda: _copy(buffer, wire))
 
     def _install(self) -> None:
         super()._install()
@@ -221,4 +226,4 @@ class NativeEngine(Engine):
             self._adapter.all_reduce(value, op=op, group=self._group, what=f"{self._me}: {what}").wait()
             return value
 
-        return self._lane.submit(reduce).wait() if self._book.world_size > 1 else value
+        return self._lane.run(reduce) if self._book.world_size > 1 else value

@@ -93,8 +93,10 @@ def copied(value: Any, *, device: torch.device | str | None = None) -> Any:
 def _join(parts: list[tuple[Piece, State]]) -> State:
     first, state = parts[0]
     return {
-        # cat() copies even a single part: a view would keep the whole it was cut from alive
-        name: torch.cat([other[name] for _, other in parts]) if _is_flat(value, first.stop - first.start) else value
+        # cat() copies even a single part: a view would keep the whole it was cut from alive. Some may have come from afar.
+        name: torch.cat([other[name].to(value.device) for _, other in parts])
+        if _is_flat(value, first.stop - first.start)
+        else value
         for name, value in state.items()
     }
 

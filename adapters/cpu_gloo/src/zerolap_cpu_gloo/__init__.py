@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import Backend, Store
 
 from zerolap import Adapter, Capabilities, Lane, Pending, ThreadLane, Waitable
 from zerolap_cpu_gloo.exchange import (
@@ -35,22 +36,14 @@ class CpuGlooAdapter(Adapter):
         self._inbox = Inbox()
         self._progress: dict[str, Lane] = {}
 
-    def is_available(self) -> bool:
-        return dist.is_available() and dist.is_gloo_available()
+    def why_unavailable(self) -> str | None:
+        return None if dist.is_available() and dist.is_gloo_available() else "this torch was built without Gloo"
 
-    def lane(self, name: str) -> Lane:
+    def lane(self, name: str, *, device: torch.device) -> Lane:
         return ThreadLane(name)
 
-    def open_group(self, like: dist.ProcessGroup, *, name: str) -> dist.ProcessGroup:
-        # Made as torch makes them, but not registered with torch: new_group() wants every rank of the job or a count of
-        # groups that is the same on all, and split_group() lost messages of its first collective.
-        store = PrefixStore(name, like.get_group_store())
-        backend = dist.ProcessGroupGloo(store, like.rank(), like.size(), self.timeout(like))
-        group = dist.ProcessGroup(store, like.rank(), like.size())
-        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
-        group._set_group_name(dist.GroupName(name))
-        return group
+    def make_backend(self, store: Store, rank: int, size: int, timeout: timedelta, name: str) -> Backend:
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
 
     def close_group(self, group: dist.ProcessGroup) -> None:
         self._progress.pop(group.group_name, None)
