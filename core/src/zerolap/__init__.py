@@ -1,6 +1,6 @@
 """Sharded optimizers for data-parallel training, overlapped with backward, on any backend of torch.distributed."""
 
-from zerolap.adapter import Adapter, Capabilities
+from zerolap.adapter import Adapter, Capabilities, GroupSpec
 from zerolap.attach import GradScaler, Handle, Stats, attach
 from zerolap.errors import AdapterNotFoundError, CollectiveError, IllegalEventError, ZerolapError
 from zerolap.hooks import hook_with_zero_step, hook_with_zero_step_interleaved
@@ -20,6 +20,7 @@ __all__ = [
     "Capabilities",
     "CollectiveError",
     "GradScaler",
+    "GroupSpec",
     "Handle",
     "IllegalEventError",
     "Lane",

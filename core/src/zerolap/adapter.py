@@ -31,6 +31,27 @@ class Capabilities:
     """Stepping a slice of a parameter is bitwise the slice of stepping it whole if every cut is a multiple of this many
     elements from the parameter's start."""
 
+    has_float64: bool
+    """Tensors of double precision can be computed with, and reduced."""
+
+    one_issue_order: bool
+    """Collectives of different groups must be started in one order on all ranks, as those of one group must everywhere."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSpec:
+    """What a group's backend is made from."""
+
+    store: Store
+    rank: GroupRank
+    global_ranks: list[int]
+    timeout: timedelta
+    name: dist.GroupName
+
+    @property
+    def size(self) -> int:
+        return len(self.global_ranks)
+
 
 class Adapter(ABC):
     """What core needs of a backend. Under ten verbs; most come with this class.
@@ -76,23 +97,28 @@ class Adapter(ABC):
         """
         # Made as torch makes them, but not registered with torch: new_group() wants every rank of the job or a count of
         # groups that is the same on all, and splitting wants all ranks of the parent, and loses messages on some backends.
-        store = PrefixStore(name, like.get_group_store())
-        backend = self.make_backend(store, like.rank(), like.size(), self.timeout(like), name)
+        spec = GroupSpec(
+            store=PrefixStore(name, like.get_group_store()),
+            rank=GroupRank(like.rank()),
+            global_ranks=dist.get_process_group_ranks(like),
+            timeout=self.timeout(like),
+            name=dist.GroupName(name),
+        )
         kind = dist.Backend.backend_type_map.get(self.backend, dist.ProcessGroup.BackendType.CUSTOM)
-        group = dist.ProcessGroup(store, like.rank(), like.size())
+        group = dist.ProcessGroup(spec.store, spec.rank, spec.size)
         group._set_default_backend(kind)
-        group._register_backend(torch.device(self.device_type), kind, backend)
-        group._set_group_name(dist.GroupName(name))
+        group._register_backend(torch.device(self.device_type), kind, self.make_backend(spec))
+        group._set_group_name(spec.name)
         return group
 
-    def make_backend(self, store: Store, rank: int, size: int, timeout: timedelta, name: str) -> Backend:
+    def make_backend(self, spec: GroupSpec) -> Backend:
         """What does the communicating in a group; here, one that was registered with torch under the adapter's name for it."""
         plugin = dist.Backend._plugins[self.backend.upper()]
         if not plugin.extended_api:
-            return cast(Backend, plugin.creator_fn(store, rank, size, timeout))
+            return cast(Backend, plugin.creator_fn(spec.store, spec.rank, spec.size, spec.timeout))
         options = _DistributedBackendOptions()
-        options.store, options.group_rank, options.group_size, options.timeout = store, rank, size, timeout
-        options.group_id = name
+        options.store, options.group_rank, options.group_size = spec.store, spec.rank, spec.size
+        options.timeout, options.group_id, options.global_ranks_in_group = spec.timeout, spec.name, spec.global_ranks
         return cast(Backend, plugin.creator_fn(options, None))
 
     def device(self, local_rank: int) -> torch.device:

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from zerolap.adapter import Adapter
-from zerolap.hooks import agreement_of, guarded, meet
+from zerolap.hooks import Hook, agreement_of, guarded, meet
 from zerolap.machine import Gather, Phase, Schedule
 from zerolap.native import NativeEngine, Precision
 from zerolap.optimizer import ZeroRedundancyOptimizer
@@ -174,12 +174,16 @@ def attach(
         from zerolap.lazy import wait_on_access  # takes a second to import: torch's compiler comes with it
 
         undo.callback(wait_on_access(ddp.module, engine))
-    undo.callback(_connect(ddp, engine))
+
+    def on_bucket(state: object, bucket: GradBucket) -> Future[Tensor]:
+        return engine.on_bucket(bucket)
+
+    undo.callback(_connect(ddp, guarded(ddp, on_bucket, adapter=chosen, schedule=when)))
     return Handle(optimizer, engine, chosen, undo.close)
 
 
-def _connect(ddp: DistributedDataParallel, engine: NativeEngine) -> Callable[[], None]:
-    """Hand DDP's buckets to ``engine``; returns what goes back to plain averaging.
+def _connect(ddp: DistributedDataParallel, hook: Hook) -> Callable[[], None]:
+    """Hand DDP's buckets to ``hook``; returns what goes back to plain averaging.
 
     DDP takes one hook for its whole life, so it gets one that can be switched.
     """
@@ -188,14 +192,14 @@ def _connect(ddp: DistributedDataParallel, engine: NativeEngine) -> Callable[[],
         switch = _Switch()
         process_group = ddp.process_group
 
-        def on_bucket(state: object, bucket: GradBucket) -> Future[Tensor]:
-            if switch.engine is None:
-                return allreduce_hook(process_group, bucket)
-            return switch.engine.on_bucket(bucket)
+        def zerolap_hook(state: object, bucket: GradBucket) -> Future[Tensor]:
+            return allreduce_hook(process_group, bucket) if switch.hook is None else switch.hook(None, bucket)
 
-        ddp.register_comm_hook(None, guarded(ddp, on_bucket))
+        # DDP compares annotations, and here they are strings.
+        zerolap_hook.__annotations__ = {"bucket": GradBucket, "return": Future[Tensor]}
+        ddp.register_comm_hook(None, zerolap_hook)
         setattr(ddp, _SWITCH, switch)
-    switch.engine = engine
+    switch.hook = hook
     return switch.turn_off
 
 
@@ -205,10 +209,10 @@ _SWITCH = "_zerolap_switch"
 class _Switch:
     """Who gets DDP's buckets; nobody after ``detach``, and in a copy of DDP or one from a file."""
 
-    engine: NativeEngine | None = None
+    hook: Hook | None = None
 
     def turn_off(self) -> None:
-        self.engine = None
+        self.hook = None
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return (_Switch, ())

@@ -401,7 +401,8 @@ class Engine(ABC):
         used = self._arrivals[index].used
         if not used:
             return
-        votes = torch.tensor(used, dtype=torch.uint8, device=self._arrivals[index].recorded.buffer.device)
+        # Not of a smaller type: some backends reduce none.
+        votes = torch.tensor(used, dtype=torch.int32, device=self._arrivals[index].recorded.buffer.device)
         what = f"{self._me}, bucket {index}: all-reduce of which parameters were used"
         self._adapter.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._group, what=what).wait()
         agreed = [bool(vote) for vote in votes.tolist()]

@@ -92,7 +92,7 @@ def _overlapped(
         hook_state = process_group if state is None and takes_group else state
         return engine.on_bucket(bucket)
 
-    return guarded(ddp, on_bucket)
+    return guarded(ddp, on_bucket, adapter=adapter, schedule=schedule)
 
 
 def meet(
@@ -135,8 +135,10 @@ def meet(
     return chosen, groups
 
 
-def guarded(ddp: DistributedDataParallel, on_bucket: Hook) -> Hook:
-    """A hook for ``register_comm_hook`` that refuses a DDP whose graph settings have changed meanwhile."""
+def guarded(ddp: DistributedDataParallel, on_bucket: Hook, *, adapter: Adapter, schedule: Schedule) -> Hook:
+    """A hook for ``register_comm_hook`` that refuses a DDP whose graph settings have changed, or joins what cannot be."""
+    # A rank that has joined updates its buckets at the end; others would start gathers between reductions, and it behind all.
+    can_join = schedule is not Schedule.INTERLEAVED or not adapter.capabilities.one_issue_order
     agreement, ddp_ref = agreement_of(ddp), weakref.ref(ddp)
 
     def hook_with_zero_step(state: Any, bucket: GradBucket) -> Future[Tensor]:
@@ -144,6 +146,11 @@ def guarded(ddp: DistributedDataParallel, on_bucket: Hook) -> Hook:
         assert caller is not None, "a hook is called by a DDP that is alive"
         if agreement_of(caller) is not agreement:
             raise RuntimeError("DDP's static_graph was changed after the hook was made; set it before")
+        if caller._join_config.enable and not can_join:
+            raise RuntimeError(
+                "updates interleaved with backward cannot work under Join on this device: ranks that have joined start "
+                'collectives in another order than the others; use schedule="after_backward" or hook_with_zero_step'
+            )
         return on_bucket(state, bucket)
 
     return hook_with_zero_step

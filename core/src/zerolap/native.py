@@ -175,10 +175,11 @@ class NativeEngine(Engine):
         shards = self._reduced_shards()
         if norm_type <= 0:
             raise ValueError(f"norm_type must be positive or inf, got {norm_type}")
-        # In double precision: the sum of squares of a large model in single precision would lose what torch, which adds
-        # up norms of parameters, keeps.
-        norms = [torch.linalg.vector_norm(shard, norm_type, dtype=torch.float64) for shard in shards]
-        local = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64, device=self._device)
+        # In double precision where there is one: the sum of squares of a large model in single precision would lose what
+        # torch, which adds up norms of parameters, keeps.
+        dtype = torch.float64 if self._adapter.capabilities.has_float64 else torch.float32
+        norms = [torch.linalg.vector_norm(shard, norm_type, dtype=dtype) for shard in shards]
+        local = torch.stack(norms) if norms else torch.zeros(1, dtype=dtype, device=self._device)
         if norm_type == math.inf:
             total = self._over_all_ranks(local.max(), dist.ReduceOp.MAX, "norm of gradients")
         else:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Backend, Store
+from torch._C._distributed_c10d import Backend
 
-from zerolap import Adapter, Capabilities, Lane, Pending, ThreadLane, Waitable
+from zerolap import Adapter, Capabilities, GroupSpec, Lane, Pending, ThreadLane, Waitable
 from zerolap_cpu_gloo.exchange import (
     Inbox,
     gather_in_stages,
@@ -30,6 +29,8 @@ class CpuGlooAdapter(Adapter):
     capabilities = Capabilities(
         futures_complete_at_enqueue=False,  # a future is done when a worker thread has moved the bytes
         exact_cut=64,  # vector kernels and their scalar tails round differently; 64 held for every optimizer measured
+        has_float64=True,
+        one_issue_order=False,  # messages of different groups have connections of their own
     )
 
     def __init__(self) -> None:
@@ -42,8 +43,8 @@ class CpuGlooAdapter(Adapter):
     def lane(self, name: str, *, device: torch.device) -> Lane:
         return ThreadLane(name)
 
-    def make_backend(self, store: Store, rank: int, size: int, timeout: timedelta, name: str) -> Backend:
-        return dist.ProcessGroupGloo(store, rank, size, timeout)
+    def make_backend(self, spec: GroupSpec) -> Backend:
+        return dist.ProcessGroupGloo(spec.store, spec.rank, spec.size, spec.timeout)
 
     def close_group(self, group: dist.ProcessGroup) -> None:
         self._progress.pop(group.group_name, None)
