@@ -13,6 +13,10 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = {  # folder: import name, what it may depend on
     "core": ("zerolap", {"torch"}),
     "adapters/cpu_gloo": ("zerolap_cpu_gloo", {"zerolap"}),
+    "adapters/cuda_nccl": ("zerolap_cuda_nccl", {"zerolap"}),
+    "adapters/ascend_hccl": ("zerolap_ascend_hccl", {"zerolap"}),
+    "adapters/xpu": ("zerolap_xpu", {"zerolap"}),
+    "adapters/sim": ("zerolap_sim", {"zerolap"}),
     "conformance": ("zerolap_conformance", {"zerolap", "pytest"}),
 }
 

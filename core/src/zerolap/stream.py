@@ -18,6 +18,7 @@ device's own classes do not always work with the generic ones, and some then wai
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -153,6 +154,15 @@ class StreamAdapter(Adapter):
         if not dist.is_available() or not dist.is_backend_available(self.backend):
             return f"torch.distributed has no backend {self.backend!r}"
         return None
+
+    def diagnose(self) -> list[str]:
+        num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        module = getattr(torch, self.device_type, None)
+        if module is None or not self.is_available() or module.device_count() >= num_ranks:
+            return []
+        return [
+            f"{num_ranks} ranks on this host share {module.device_count()} devices; collectives need one device a rank"
+        ]
 
     def lane(self, name: str, *, device: torch.device) -> Lane:
         return StreamLane(device, priority=self.lane_priority)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 
 import torch
 
@@ -42,7 +43,12 @@ class AscendHcclAdapter(StreamAdapter):
         return super().why_unavailable()
 
     def diagnose(self) -> list[str]:
-        advice = []
+        advice = super().diagnose()
+        version = getattr(sys.modules.get("torch_npu"), "__version__", None)
+        if version is not None and version.split(".")[:2] != torch.__version__.split(".")[:2]:
+            advice.append(
+                f"torch_npu {version} is made for another torch than {torch.__version__}; install the same version"
+            )
         if os.environ.get("TORCH_HCCL_HIGH_PRIORITY") != "1":
             advice.append(
                 "set TORCH_HCCL_HIGH_PRIORITY=1 before the process starts: it is the only way to give communication a stream "

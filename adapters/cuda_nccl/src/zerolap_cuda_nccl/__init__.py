@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 
-import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend
 
@@ -35,7 +34,7 @@ class CudaNcclAdapter(StreamAdapter):
         return dist.ProcessGroupNCCL(spec.store, spec.rank, spec.size, options)
 
     def diagnose(self) -> list[str]:
-        advice = []
+        advice = super().diagnose()
         if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
             advice.append(
                 "CUDA_DEVICE_MAX_CONNECTIONS=1 runs kernels of all streams in the order of their launch, so little is "
@@ -45,10 +44,4 @@ class CudaNcclAdapter(StreamAdapter):
             advice.append("TORCH_NCCL_ASYNC_ERROR_HANDLING=0 lets a failed collective hang for ever; unset it")
         if os.environ.get("TORCH_NCCL_BLOCKING_WAIT") == "1":
             advice.append("TORCH_NCCL_BLOCKING_WAIT=1 makes the host wait for every collective; unset it")
-        if self.is_available():
-            local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-            if torch.cuda.device_count() < local_world_size:
-                advice.append(
-                    f"{local_world_size} ranks on this host share {torch.cuda.device_count()} devices, which NCCL refuses"
-                )
         return advice

@@ -51,7 +51,7 @@ class XpuAdapter(StreamAdapter):
         return dist.ProcessGroupXCCL(spec.store, spec.rank, spec.size, options)
 
     def diagnose(self) -> list[str]:
-        advice = []
+        advice = super().diagnose()
         if self.backend == "xccl" and os.environ.get("TORCH_XCCL_HIGH_PRIORITY") != "1":
             advice.append(
                 "set TORCH_XCCL_HIGH_PRIORITY=1 before the process starts: it is the only way to give communication a stream "

@@ -1,0 +1,13 @@
+// What the rest of the extension needs from the registration with torch.
+#pragma once
+
+#include <c10/core/DeviceGuard.h>
+
+#include "tensors.h"
+
+namespace zerolap_sim {
+
+void register_device();
+c10::Allocator* allocator();
+
+}  // namespace zerolap_sim
