@@ -13,6 +13,7 @@ import time
 import torch
 import torch.distributed as dist
 
+import zerolap
 from zerolap_conformance.ranks import run_ranks
 from zerolap_cpu_gloo import exchange
 
@@ -50,9 +51,11 @@ def measure(megabytes: float, choices: list[tuple[int, ...]]) -> list[float]:
                 work.wait()
         else:
             for tag, parts in enumerate(buckets):
-                exchange.reduce_in_stages(parts, parts[rank], stages, group=group, tag=tag, inbox=inbox)
+                exchange.reduce_in_stages(
+                    zerolap.Parts.of(parts), parts[rank], stages, group=group, tag=tag, inbox=inbox
+                )
             for tag, parts in enumerate(buckets):
-                exchange.gather_in_stages(parts, stages, group=group, tag=tag)
+                exchange.gather_in_stages(zerolap.Parts.of(parts), stages, group=group, tag=tag)
 
     times: list[list[float]] = [[] for _ in choices]
     for _ in range(NUM_ROUNDS + 1):

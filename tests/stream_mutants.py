@@ -141,7 +141,7 @@ class NobodyWaitsForTheSide(SideIgnoresItsCaller):
 class ForgetsWhatItSends(zerolap_sim.SimAdapter):
     """A collective under way holds neither its work nor its tensors, and nobody waits for it in time to be freed."""
 
-    def reduce_scatter(self, parts: Sequence[Tensor], **options: Any) -> zerolap.Pending:
+    def reduce_scatter(self, parts: zerolap.Parts, **options: Any) -> zerolap.Pending:
         return _forgetful(super().reduce_scatter(parts, **options))
 
 
@@ -170,7 +170,7 @@ def _forgetful(pending: zerolap.Pending) -> zerolap.Pending:
 class UsesWhatHasNotArrived(zerolap_sim.SimAdapter):
     """Takes padding off before the collective is done."""
 
-    def all_gather(self, parts: Sequence[Tensor], **options: Any) -> zerolap.Pending:
+    def all_gather(self, parts: zerolap.Parts, **options: Any) -> zerolap.Pending:
         pending = super().all_gather(parts, **options)
         if pending._finish is not None:
             pending._finish()

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import zerolap
 from zerolap_conformance.ranks import run_ranks
 from zerolap_cpu_gloo import CpuGlooAdapter
 from zerolap_cpu_gloo.exchange import Inbox, Receive, stage_sizes, stages_of
@@ -50,7 +51,9 @@ def _exchange(sizes: list[list[int]], is_one_buffer: bool) -> None:
         if not is_one_buffer:
             parts = [part.clone() for part in parts]
         into = torch.full((of_ranks[rank],), -1.0)
-        pending = adapter.reduce_scatter(parts, into=into, group=group, tag=tag, what="reduce-scatter")
+        pending = adapter.reduce_scatter(
+            zerolap.Parts.of(parts), into=into, group=group, tag=tag, what="reduce-scatter"
+        )
         assert pending.sent_bytes == 4 * (sum(of_ranks) - of_ranks[rank])
         under_way.append((pending, into, parts, of_ranks))
     for pending, into, parts, of_ranks in under_way:
@@ -60,7 +63,7 @@ def _exchange(sizes: list[list[int]], is_one_buffer: bool) -> None:
         assert torch.equal(into, expected.float()), (into, expected)
         parts[rank].copy_(into)
     gathers = [
-        (adapter.all_gather(parts, group=group, tag=tag, what="all-gather"), parts)
+        (adapter.all_gather(zerolap.Parts.of(parts), group=group, tag=tag, what="all-gather"), parts)
         for tag, (_, _, parts, _) in enumerate(under_way)
     ]
     for gather, parts in gathers:

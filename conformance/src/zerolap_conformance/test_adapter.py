@@ -105,7 +105,9 @@ def _scatter_and_gather(adapter: zerolap.Adapter) -> None:
         parts = [torch.full((n,), float(10 * r + rank), device=device) for r, n in enumerate(sizes)]
         before = [part.clone() for part in parts]
         into = torch.full((sizes[rank],), -1.0, device=device)
-        reduction = adapter.reduce_scatter(parts, into=into, group=group, tag=tag, what=f"reduce-scatter of {size}")
+        reduction = adapter.reduce_scatter(
+            zerolap.Parts.of(parts), into=into, group=group, tag=tag, what=f"reduce-scatter of {size}"
+        )
         under_way.append((reduction, parts, before, into))
     for reduction, parts, before, into in under_way:
         reduction.wait()
@@ -113,7 +115,7 @@ def _scatter_and_gather(adapter: zerolap.Adapter) -> None:
         assert all(torch.equal(a, b) for a, b in zip(parts, before, strict=True)), "the input was changed"
     for tag, size in enumerate(SIZES):
         parts = [torch.full((max(0, size - 3 * r),), float(rank), device=device) for r in range(world_size)]
-        adapter.all_gather(parts, group=group, tag=tag, what=f"all-gather of {size}").wait()
+        adapter.all_gather(zerolap.Parts.of(parts), group=group, tag=tag, what=f"all-gather of {size}").wait()
         assert all((part == r).all() for r, part in enumerate(parts)), parts
 
 

@@ -6,6 +6,7 @@ from zerolap.errors import AdapterNotFoundError, CollectiveError, IllegalEventEr
 from zerolap.hooks import hook_with_zero_step, hook_with_zero_step_interleaved
 from zerolap.lane import Lane, Side, ThreadLane
 from zerolap.optimizer import ZeroRedundancyOptimizer
+from zerolap.parts import Parts
 from zerolap.pending import Pending, Waitable
 from zerolap.registry import AdapterInfo, adapters, find_adapter, installed_adapters, load_adapter
 from zerolap.stream import StreamAdapter
@@ -24,6 +25,7 @@ __all__ = [
     "Handle",
     "IllegalEventError",
     "Lane",
+    "Parts",
     "Pending",
     "Side",
     "Span",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import cast
@@ -15,6 +14,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Backend, PrefixStore, Store, _DistributedBackendOptions
 
 from zerolap.lane import HostSide, Lane, Side
+from zerolap.parts import Parts
 from zerolap.pending import Pending
 from zerolap.plan import GroupRank
 from zerolap.trace import Moment
@@ -157,15 +157,13 @@ class Adapter(ABC):
         return Pending([group.broadcast(tensor, root=src)], tensors=(tensor,), what=what)
 
     @abstractmethod
-    def reduce_scatter(
-        self, parts: Sequence[Tensor], *, into: Tensor, group: dist.ProcessGroup, tag: int, what: str
-    ) -> Pending:
+    def reduce_scatter(self, parts: Parts, *, into: Tensor, group: dist.ProcessGroup, tag: int, what: str) -> Pending:
         """Sum what every rank has as the part of this rank, always in the same order, and leave it in ``into``.
 
-        ``parts[r]`` is meant for rank r and is not changed; parts may differ in size and be empty. Collectives of one group
-        that are under way at once have different tags.
+        The r-th part is meant for rank r and is not changed. Collectives of one group that are under way at once have
+        different tags.
         """
 
     @abstractmethod
-    def all_gather(self, parts: Sequence[Tensor], *, group: dist.ProcessGroup, tag: int, what: str) -> Pending:
-        """Send this rank's part to all others and fill in theirs; parts may differ in size and be empty."""
+    def all_gather(self, parts: Parts, *, group: dist.ProcessGroup, tag: int, what: str) -> Pending:
+        """Send this rank's part to all others and fill in theirs."""

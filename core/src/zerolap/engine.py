@@ -376,8 +376,11 @@ class Engine(ABC):
         """Do what may wait; the rest was done when the actions were emitted."""
         for verb, bucket in actions:
             try:
-                with self._traced(verb.name.lower(), bucket):
+                if self.trace is None:
                     self._on_lane[verb](bucket)
+                else:
+                    with self.trace.span(verb.name.lower(), bucket):
+                        self._on_lane[verb](bucket)
             except Exception as error:
                 where = f"{self._me}, {'all buckets' if bucket is None else f'bucket {bucket}'}, {verb.name.lower()}"
                 self._failure = (

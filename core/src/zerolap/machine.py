@@ -19,7 +19,6 @@ The names UNINITIALIZED, DDP_HAS_REBUILT_BUCKETS and INITIALIZED mean what they 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from enum import Enum, auto
 from types import MappingProxyType
 from typing import Final, NamedTuple
@@ -195,8 +194,7 @@ TABLES: Final[Mapping[Schedule, Table]] = MappingProxyType(
 _BETWEEN_BACKWARDS: Final = frozenset({Phase.UNINITIALIZED, Phase.INITIALIZED, Phase.REDUCED})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Position:
+class _Position(NamedTuple):
     """All that changes: the phase, and how far the backward at hand has come."""
 
     phase: Phase = Phase.UNINITIALIZED
@@ -256,18 +254,19 @@ class Machine:
             raise IllegalEventError(
                 f"{event.name} is illegal in phase {at.phase.name}; legal: {', '.join(e.name for e in row) or 'nothing'}"
             )
-        if index is not None:
-            at = replace(at, num_seen=index + 1, num_updated=at.num_updated if index else 0)
-        if event is Event.LAYOUT_CHANGED:
-            at = replace(at, has_new_layout=True)
-        actions, num_updated = self._expand(transition.do, at)
-        has_new_layout = at.has_new_layout and Action(Verb.FINISH) not in actions
-        self._at = replace(at, phase=transition.to, num_updated=num_updated, has_new_layout=has_new_layout)
+        num_seen = at.num_seen if index is None else index + 1
+        num_updated = 0 if index == 0 else at.num_updated
+        has_new_layout = at.has_new_layout or event is Event.LAYOUT_CHANGED
+        actions, num_updated = self._expand(transition.do, num_seen, num_updated, has_new_layout)
+        has_new_layout = has_new_layout and Action(Verb.FINISH) not in actions
+        self._at = _Position(transition.to, num_seen, num_updated, has_new_layout)
         return actions
 
-    def _expand(self, do: tuple[_Do, ...], at: _Position) -> tuple[tuple[Action, ...], int]:
-        this, updated = at.num_seen - 1, at.num_updated
-        agrees = self._agreement is Agreement.ALWAYS or (self._agreement is Agreement.PER_LAYOUT and at.has_new_layout)
+    def _expand(
+        self, do: tuple[_Do, ...], num_seen: int, num_updated: int, has_new_layout: bool
+    ) -> tuple[tuple[Action, ...], int]:
+        this, updated = num_seen - 1, num_updated
+        agrees = self._agreement is Agreement.ALWAYS or (self._agreement is Agreement.PER_LAYOUT and has_new_layout)
         actions: list[Action] = []
         for what in do:
             match what:
@@ -280,11 +279,11 @@ class Machine:
                 case _Do.UPDATE_EARLY | _Do.UPDATE_REST:
                     if what is _Do.UPDATE_EARLY and self._schedule is not Schedule.INTERLEAVED:
                         continue
-                    for bucket in self._in_order(range(updated, at.num_seen)):
+                    for bucket in self._in_order(range(updated, num_seen)):
                         if agrees:
                             actions.append(Action(Verb.AGREE, bucket))
                         actions += (Action(Verb.STEP, bucket), Action(Verb.GATHER, bucket))
-                    updated = at.num_seen
+                    updated = num_seen
                 case _Do.FINISH:
                     if self._gather is Gather.EAGER:
                         actions.append(Action(Verb.WAIT))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import GradBucket
 
 from zerolap.engine import Arrival, Engine, Installed, Recorded, Reduction
 from zerolap.machine import Phase
+from zerolap.parts import Parts
 from zerolap.pending import Pending
 from zerolap.plan import EqualRanges, Layout, Piece, Plan, Policy, make_plan
 from zerolap.shards import BucketShard, FlatParams, GradSlot, ShardBook, stand_in_for
@@ -74,7 +75,8 @@ class NativeEngine(Engine):
         self._cut = cut
         self._bounds: dict[tuple[int, ...], list[int]] = {}  # by what a bucket holds
         self._memory: dict[tuple[int, ...], Tensor] = {}
-        self._cuts: list[list[int]] = []  # where each flat buffer is cut; written by the lane
+        self._reduce_parts: dict[int, Parts] = {}  # of each bucket's gradients; by backward's thread
+        self._gather_parts: list[Parts] = []  # of each bucket's parameters; by the lane
         self.sent_bytes = 0
         self.num_updates = 0
         self.is_unscaled = False  # the gradients at hand, by a GradScaler that knows shards
@@ -83,6 +85,7 @@ class NativeEngine(Engine):
         known = {tuple(slot.param for slot in bucket) for bucket in layout}
         self._bounds = {key: value for key, value in self._bounds.items() if key in known}
         self._memory = {key: value for key, value in self._memory.items() if key in known}
+        self._reduce_parts = {}
         return make_plan(layout, world_size=self._book.world_size, policy=Policy.BY_ELEMENT, cut=self._cut)
 
     def _start_reduce(self, recorded: Recorded, bucket: GradBucket) -> Reduction:
@@ -100,17 +103,23 @@ class NativeEngine(Engine):
         scale = 1 / self._book.world_size
 
         def start() -> Pending:
-            memory = recorded.buffer.to(into.dtype)  # itself, unless it is reduced in another dtype
-            if is_scaled_before:
-                memory = memory * scale
-            parts = [memory[a:b] for a, b in pairwise(bounds)]
-            what = f"reduce-scatter of {len(parts)} parts"
+            parts = self._parts_of(bucket_index, recorded.buffer, bounds)
+            if is_scaled_before or parts.tensors[0].dtype is not into.dtype:
+                memory = recorded.buffer.to(into.dtype)
+                parts = Parts.cut(memory * scale if is_scaled_before else memory, bounds)
+            what = f"reduce-scatter of {len(parts.tensors)} parts"
             return self._adapter.reduce_scatter(parts, into=into, group=self._reduce_group, tag=bucket_index, what=what)
 
         bucket_index = bucket.index()
         pending = self._reduce_side.start(start)
         self.sent_bytes += pending.sent_bytes
         return _ScatteredReduction(pending, into, 1.0 if is_scaled_before else scale)
+
+    def _parts_of(self, index: int, buffer: Tensor, bounds: list[int]) -> Parts:
+        known = self._reduce_parts.get(index)
+        if known is None or known.whole is not buffer:
+            self._reduce_parts[index] = known = Parts.cut(buffer, bounds)
+        return known
 
     def _make_ranges(self, recorded: Recorded) -> list[EqualRanges]:
         plan = make_plan((recorded.slots,), world_size=self._book.world_size, policy=Policy.BY_ELEMENT, cut=self._cut)
@@ -141,9 +150,11 @@ class NativeEngine(Engine):
         return BucketShard(stand_ins=list(stand_ins.values()), slots=slots, local=local)
 
     def _start_gather(self, index: int, installed: Installed) -> Pending:
-        buffer = installed.flat.buffer
-        wire = buffer.to(self._precision.gather_dtype or buffer.dtype)  # itself, unless it is sent in another dtype
-        parts = [wire[a:b] for a, b in pairwise(self._cuts[index])]
+        buffer, parts, dtype = installed.flat.buffer, self._gather_parts[index], self._precision.gather_dtype
+        wire = buffer
+        if dtype not in (None, buffer.dtype):
+            wire = buffer.to(dtype)
+            parts = Parts.cut(wire, list(accumulate((part.numel() for part in parts.tensors), initial=0)))
         what = f"{self._me}, bucket {index}: all-gather of updated parameters"
         pending = self._adapter.all_gather(parts, group=self._group, tag=index, what=what)
         self.sent_bytes += pending.sent_bytes
@@ -154,8 +165,8 @@ class NativeEngine(Engine):
 
     def _install(self) -> None:
         super()._install()
-        self._cuts = [
-            installed.flat.positions(self._bounds[recorded.indices])
+        self._gather_parts = [
+            Parts.cut(installed.flat.buffer, installed.flat.positions(self._bounds[recorded.indices]))
             for installed, recorded in zip(self._installed, self._layout, strict=True)
         ]
 

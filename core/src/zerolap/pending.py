@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from torch import Tensor
-
 from zerolap.errors import CollectiveError
 
 
@@ -23,7 +21,7 @@ class Pending:
         self,
         works: Sequence[Waitable],
         *,
-        tensors: Sequence[Tensor],
+        tensors: Sequence[object],
         what: str,
         sent_bytes: int = 0,
         finish: Callable[[], None] | None = None,

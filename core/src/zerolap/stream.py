@@ -19,10 +19,9 @@ device's own classes do not always work with the generic ones, and some then wai
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import pairwise
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -30,7 +29,8 @@ from torch import Tensor
 from torch.futures import Future
 
 from zerolap.adapter import Adapter
-from zerolap.lane import Lane, Side, failed
+from zerolap.lane import Lane, Side, failed, without_grad
+from zerolap.parts import Parts
 from zerolap.pending import Pending
 from zerolap.trace import Moment
 
@@ -77,7 +77,7 @@ class StreamLane:
         self._caller = _current(self._device)
         self._stream.wait_stream(self._caller)
         try:
-            with self._stream, torch.no_grad():
+            with self._stream, without_grad():
                 value = fn()
                 if future is not None:
                     future.set_result(value)  # under the stream: it is this stream that a waiter waits for
@@ -123,7 +123,7 @@ class StreamSide:
 
     def start(self, fn: Callable[[], Pending]) -> Pending:
         self._stream.wait_stream(_current(self._device))
-        with self._stream, torch.no_grad():
+        with self._stream, without_grad():
             pending = fn()
             pending.wait()
         event = torch.Event(device=self._device)
@@ -144,6 +144,8 @@ class StreamAdapter(Adapter):
         """With other names than its own the adapter runs on a device that stands in for its own, for tests."""
         self.device_type = device_type or self.device_type
         self.backend = backend or self.backend
+        self._sum = dist.ReduceScatterOptions()
+        self._sum.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
 
     def why_unavailable(self) -> str | None:
         module = getattr(torch, self.device_type, None)
@@ -192,64 +194,43 @@ class StreamAdapter(Adapter):
         second.synchronize()
         return float(first.elapsed_time(second)) / 1000
 
-    def reduce_scatter(
-        self, parts: Sequence[Tensor], *, into: Tensor, group: dist.ProcessGroup, tag: int, what: str
-    ) -> Pending:
-        whole = _as_equal_parts(parts)
+    def reduce_scatter(self, parts: Parts, *, into: Tensor, group: dist.ProcessGroup, tag: int, what: str) -> Pending:
         finish = None
-        if whole is not None:
-            out, sent = into, whole
+        if parts.whole is not None and parts.is_equal:
+            out, sent = into, parts.whole
         else:
-            longest = max(part.numel() for part in parts)
-            sent = into.new_empty(longest * len(parts))
-            torch._foreach_copy_(
-                [row[: part.numel()] for row, part in zip(torch.split(sent, longest), parts, strict=True)], list(parts)
-            )
-            out = into if into.numel() == longest else into.new_empty(longest)
+            sent = into.new_empty(parts.longest * len(parts.tensors))
+            torch._foreach_copy_(_rows(sent, parts), parts.tensors)
+            out = into if into.numel() == parts.longest else into.new_empty(parts.longest)
             if out is not into:
 
                 def finish() -> None:
                     into.copy_(out[: into.numel()])
 
-        work = group._reduce_scatter_base(out, sent, _sum()) if sent.numel() else None
+        works = [group._reduce_scatter_base(out, sent, self._sum)] if parts.longest else ()
         sent_bytes = sent.nbytes - out.nbytes
-        works = [work] if work is not None else []
-        return Pending(works, tensors=(*parts, sent, out, into), what=what, sent_bytes=sent_bytes, finish=finish)
+        return Pending(works, tensors=(parts, sent, out, into), what=what, sent_bytes=sent_bytes, finish=finish)
 
-    def all_gather(self, parts: Sequence[Tensor], *, group: dist.ProcessGroup, tag: int, what: str) -> Pending:
-        mine = parts[group.rank()]
-        whole = _as_equal_parts(parts)
-        finish = None
-        if whole is not None:
-            own, received = mine, whole
+    def all_gather(self, parts: Parts, *, group: dist.ProcessGroup, tag: int, what: str) -> Pending:
+        own, finish = parts.tensors[group.rank()], None
+        if parts.whole is not None and parts.is_equal:
+            received = parts.whole
         else:
-            longest = max(part.numel() for part in parts)
-            own = mine
-            if mine.numel() != longest:
-                own = mine.new_empty(longest)
+            mine = own
+            if mine.numel() != parts.longest:
+                own = mine.new_empty(parts.longest)
                 own[: mine.numel()].copy_(mine)
-            received = mine.new_empty(longest * len(parts))
+            received = mine.new_empty(parts.longest * len(parts.tensors))
 
             def finish() -> None:
-                rows = [row[: part.numel()] for row, part in zip(torch.split(received, longest), parts, strict=True)]
-                torch._foreach_copy_(list(parts), rows)
+                torch._foreach_copy_(parts.tensors, _rows(received, parts))
 
-        works = [group._allgather_base(received, own)] if received.numel() else []
+        works = [group._allgather_base(received, own)] if parts.longest else ()
         sent_bytes = own.nbytes * (group.size() - 1)
-        return Pending(works, tensors=(*parts, own, received), what=what, sent_bytes=sent_bytes, finish=finish)
+        return Pending(works, tensors=(parts, own, received), what=what, sent_bytes=sent_bytes, finish=finish)
 
 
-def _sum() -> Any:
-    options = dist.ReduceScatterOptions()
-    options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
-    return options
-
-
-def _as_equal_parts(parts: Sequence[Tensor]) -> Tensor | None:
-    """The parts as one tensor, if they are equally long and lie one behind the other in memory."""
-    first = parts[0]
-    if any(part.numel() != first.numel() for part in parts):
-        return None
-    if first.numel() and any(a.data_ptr() + a.nbytes != b.data_ptr() for a, b in pairwise(parts)):
-        return None
-    return first.as_strided((first.numel() * len(parts),), (1,))
+def _rows(padded: Tensor, parts: Parts) -> list[Tensor]:
+    """Where each part lies in memory in which all are equally long."""
+    starts = range(0, padded.numel(), parts.longest)
+    return [padded[start : start + part.numel()] for start, part in zip(starts, parts.tensors, strict=True)]

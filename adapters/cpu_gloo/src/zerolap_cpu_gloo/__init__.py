@@ -9,9 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Backend
 
-from zerolap import Adapter, Capabilities, GroupSpec, Lane, Pending, ThreadLane, Waitable
+from zerolap import Adapter, Capabilities, GroupSpec, Lane, Parts, Pending, ThreadLane, Waitable
 from zerolap_cpu_gloo.exchange import (
     Inbox,
+    bytes_of_gather,
     gather_in_stages,
     reduce_in_stages,
     stages_of,
@@ -49,30 +50,25 @@ class CpuGlooAdapter(Adapter):
     def close_group(self, group: dist.ProcessGroup) -> None:
         self._progress.pop(group.group_name, None)
 
-    def reduce_scatter(
-        self, parts: Sequence[Tensor], *, into: Tensor, group: dist.ProcessGroup, tag: int, what: str
-    ) -> Pending:
-        stages, sent = stages_of(group.rank(), group.size()), sum(p.nbytes for p in parts) - parts[group.rank()].nbytes
+    def reduce_scatter(self, parts: Parts, *, into: Tensor, group: dist.ProcessGroup, tag: int, what: str) -> Pending:
+        stages = stages_of(group.rank(), group.size())
+        sent = parts.nbytes - parts.tensors[group.rank()].nbytes
         if len(stages) == 1:
-            finish = start_reduce_stage(parts, into, stages[0], group=group, tag=tag, inbox=self._inbox)
-            return Pending((), tensors=(*parts, into), what=what, sent_bytes=sent, finish=finish)
+            finish = start_reduce_stage(parts.tensors, into, stages[0], group=group, tag=tag, inbox=self._inbox)
+            return Pending((), tensors=(parts, into), what=what, sent_bytes=sent, finish=finish)
         work = self._progress_of(group).submit(
             lambda: reduce_in_stages(parts, into, stages, group=group, tag=tag, inbox=self._inbox)
         )
-        return Pending([work], tensors=(*parts, into), what=what, sent_bytes=sent)
+        return Pending([work], tensors=(parts, into), what=what, sent_bytes=sent)
 
-    def all_gather(self, parts: Sequence[Tensor], *, group: dist.ProcessGroup, tag: int, what: str) -> Pending:
+    def all_gather(self, parts: Parts, *, group: dist.ProcessGroup, tag: int, what: str) -> Pending:
         stages = stages_of(group.rank(), group.size())
-        sent = sum(
-            sum(part.nbytes for part in parts[slice(*stage.blocks[stage.place])]) * (len(stage.peers) - 1)
-            for stage in stages
-        )
         works: Sequence[Waitable]
         if len(stages) == 1:
-            works = start_gather_stage(parts, stages[0], group=group, tag=tag)
+            works = start_gather_stage(parts.tensors, stages[0], group=group, tag=tag)
         else:
             works = [self._progress_of(group).submit(lambda: gather_in_stages(parts, stages, group=group, tag=tag))]
-        return Pending(works, tensors=parts, what=what, sent_bytes=sent)
+        return Pending(works, tensors=(parts,), what=what, sent_bytes=bytes_of_gather(parts, stages))
 
     def _progress_of(self, group: dist.ProcessGroup) -> Lane:
         """Where exchanges of several stages run: each stage starts when the one before it is done, whoever waits or not."""

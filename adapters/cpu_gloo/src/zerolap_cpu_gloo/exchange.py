@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zerolap import Parts
+
 _ALIGNMENT = 64
 _MESSAGE_BYTES = (
     4 * 2**20
@@ -209,13 +211,11 @@ def start_gather_stage(parts: Sequence[Tensor], stage: Stage, *, group: dist.Pro
 
 
 def reduce_in_stages(
-    parts: Sequence[Tensor], into: Tensor, stages: Sequence[Stage], *, group: dist.ProcessGroup, tag: int, inbox: Inbox
+    parts: Parts, into: Tensor, stages: Sequence[Stage], *, group: dist.ProcessGroup, tag: int, inbox: Inbox
 ) -> None:
     """A whole reduce-scatter. Blocks until done."""
     ends, base = _ends(parts), 0
-    memory = _as_one(parts)
-    if memory is None:
-        memory = torch.cat(list(parts))
+    memory = torch.cat(parts.tensors) if parts.whole is None else parts.whole
     for stage in stages:
         blocks = [memory[ends[a] - base : ends[b] - base] for a, b in stage.blocks]
         total = into if stage is stages[-1] else torch.empty_like(blocks[stage.place])
@@ -223,25 +223,23 @@ def reduce_in_stages(
         memory, base = total, ends[stage.blocks[stage.place][0]]
 
 
-def gather_in_stages(parts: Sequence[Tensor], stages: Sequence[Stage], *, group: dist.ProcessGroup, tag: int) -> None:
+def gather_in_stages(parts: Parts, stages: Sequence[Stage], *, group: dist.ProcessGroup, tag: int) -> None:
     """A whole all-gather. Blocks until done."""
-    ends, memory = _ends(parts), _as_one(parts)
-    whole = torch.cat(list(parts)) if memory is None else memory
+    ends = _ends(parts)
+    whole = torch.cat(parts.tensors) if parts.whole is None else parts.whole
     for stage in reversed(stages):
         blocks = [whole[ends[a] : ends[b]] for a, b in stage.blocks]
         for work in start_gather_stage(blocks, stage, group=group, tag=tag):
             work.wait()
-    if memory is None:
-        torch._foreach_copy_(list(parts), [whole[a:b] for a, b in pairwise(ends)])
+    if parts.whole is None:
+        torch._foreach_copy_(parts.tensors, [whole[a:b] for a, b in pairwise(ends)])
 
 
-def _as_one(parts: Sequence[Tensor]) -> Tensor | None:
-    """The parts as one tensor, if they lie one behind the other in memory."""
-    filled = [part for part in parts if part.numel()]
-    if any(a.data_ptr() + a.nbytes != b.data_ptr() for a, b in pairwise(filled)):
-        return None
-    return filled[0].as_strided((sum(part.numel() for part in filled),), (1,)) if filled else parts[0]
+def bytes_of_gather(parts: Parts, stages: Sequence[Stage]) -> int:
+    """What this rank sends: in each stage its block, to every peer."""
+    blocks = ((parts.tensors[slice(*stage.blocks[stage.place])], len(stage.peers) - 1) for stage in stages)
+    return sum(sum(part.nbytes for part in block) * num_peers for block, num_peers in blocks)
 
 
-def _ends(parts: Sequence[Tensor]) -> list[int]:
-    return list(accumulate((part.numel() for part in parts), initial=0))
+def _ends(parts: Parts) -> list[int]:
+    return list(accumulate((part.numel() for part in parts.tensors), initial=0))

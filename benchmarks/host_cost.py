@@ -1,0 +1,176 @@
+"""Measure what the host does for one bucket on the stream path, in microseconds of Python.
+
+    python benchmarks/host_cost.py
+
+Streams, events and collectives do nothing here, and the update is an optimizer that does nothing: what is left is our own Python
+and torch's for the same calls, on small CPU tensors. Two ranks, of which the second waits while the first is measured. Beside it:
+what one small torch operation and an optimizer's empty step() cost here, for scale, and the same on the simulated device, which
+queues everything and runs nothing: there most of the time is the simulation's own. None of it is the speed of a device.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import zerolap
+import zerolap_sim
+from zerolap_conformance.ranks import run_ranks
+
+NUM_LAYERS, WIDTH = 40, 8
+NUM_STEPS = 60
+WAYS = [(s, g) for s in ("interleaved", "after_backward", "on_step") for g in ("eager", "lazy")]
+
+
+class NoUpdate(torch.optim.Optimizer):
+    is_elementwise = True
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        pass
+
+
+class NoStream:
+    """A stream or an event that does nothing."""
+
+    stream_id = device_index = device_type = 0
+
+    def __init__(self, **options: Any) -> None:
+        pass
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def wait_stream(self, other: object) -> None:
+        pass
+
+    wait_event = record = wait_stream
+
+
+class NoGroup:
+    """A group whose collectives of buckets do nothing."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+    def _reduce_scatter_base(self, *args: object) -> NoGroup:
+        return self
+
+    _allgather_base = _reduce_scatter_base
+
+    def wait(self) -> None:
+        pass
+
+
+class NoDevice(zerolap.StreamAdapter):
+    name = "nothing"
+    device_type = "cpu"
+    backend = "gloo"
+    capabilities = zerolap_sim.SimAdapter.capabilities
+
+    def why_unavailable(self) -> None:
+        pass
+
+    def make_backend(self, spec: zerolap.GroupSpec) -> Any:
+        return dist.ProcessGroupGloo(spec.store, spec.rank, spec.size, spec.timeout)
+
+
+def measure(on_simulated_device: bool) -> dict[str, tuple[float, int]]:
+    """For each way: microseconds per bucket, the median of all backwards, and the number of buckets."""
+    device, adapter, group = torch.device("cpu"), NoDevice(), dist.group.WORLD
+    if on_simulated_device:
+        zerolap_sim.install()
+        zerolap_sim.configure(checker=False)
+        device = torch.device(zerolap_sim.device_name(), 0)
+        adapter = zerolap_sim.SimAdapter()  # type: ignore[assignment]
+        group = dist.new_group(backend=f"cpu:gloo,{zerolap_sim.device_name()}:simccl")
+    else:
+        stream: Any = sys.modules["zerolap.stream"]
+        stream.torch.Stream = stream.torch.Event = NoStream
+        only = NoStream()
+        stream.torch.accelerator.current_stream = lambda device: only
+        stream.Future = lambda devices: Future()
+    found = {}
+    for schedule, gather in WAYS:
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_LAYERS))).to(device)
+        ddp = DDP(model, process_group=group, bucket_cap_mb=0.00028, gradient_as_bucket_view=True)
+        optimizer = zerolap.ZeroRedundancyOptimizer(
+            ddp.parameters(), NoUpdate, process_group=group, overlap_with_ddp=True, lr=0.1
+        )
+        handle = zerolap.attach(ddp, optimizer, schedule=schedule, gather=gather, adapter=adapter)  # type: ignore[arg-type]
+        spent = 0.0
+
+        def timed(call: Any) -> Any:
+            def wrapper(*args: Any) -> Any:
+                nonlocal spent
+                start = time.thread_time()
+                result = call(*args)
+                spent += time.thread_time() - start
+                return result
+
+            return wrapper
+
+        engine: Any = optimizer._engine
+        if not on_simulated_device:
+            engine._group, engine._reduce_group = NoGroup(engine._group), NoGroup(engine._reduce_group)
+        engine.on_bucket, engine.step_called = timed(engine.on_bucket), timed(engine.step_called)
+        taken = []
+        x = torch.randn(2, WIDTH).to(device)
+        for step in range(NUM_STEPS + 4):
+            if step == 4:  # DDP's buckets have settled
+                dist.barrier()
+                if dist.get_rank() == 1:
+                    break
+                if on_simulated_device:
+                    torch.accelerator.synchronize()
+                    zerolap_sim.configure(execute=False)
+            spent = 0.0
+            ddp(x).sum().backward()
+            optimizer.step()
+            taken.append(spent)
+        num_buckets = handle.stats().num_buckets
+        found[f"{schedule}, {gather}"] = statistics.median(taken[4:] or [0]) / num_buckets * 1e6, num_buckets
+        if on_simulated_device:
+            torch.accelerator.synchronize()
+            zerolap_sim.configure(execute=True)
+        dist.barrier()
+    if not on_simulated_device:
+        small, empty = torch.ones(64), NoUpdate([nn.Parameter(torch.ones(64))])
+        found["a small operation"] = _cost_of(lambda: small.mul_(0.5)), 1
+        found["an empty step()"] = _cost_of(empty.step), 1
+    return found
+
+
+def _cost_of(call: Any, num: int = 2000) -> float:
+    for _ in range(100):
+        call()
+    start = time.thread_time()
+    for _ in range(num):
+        call()
+    return (time.thread_time() - start) / num * 1e6
+
+
+if __name__ == "__main__":
+    host, simulated = (run_ranks(2, measure, on_device)[0] for on_device in (False, True))
+    print("microseconds of host time per bucket          ours   on the simulated device")
+    for way, (microseconds, num_buckets) in host.items():
+        simulated_text = f"{simulated[way][0]:6.1f}" if way in simulated else ""
+        print(
+            f"  {way:24} {f'({num_buckets} buckets)' if num_buckets > 1 else '':12}   {microseconds:6.1f}   {simulated_text}"
+        )
