@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.join import Join
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import zerolap
@@ -230,8 +232,26 @@ def with_unused(make: Callable[[], zerolap.Adapter], schedule: str, gather: str)
     return largest_difference(*results)
 
 
+def train_fsdp2(num_steps: int) -> float:
+    """The same without us: torch's own sharding, which has streams of its own."""
+    mesh = DeviceMesh.from_group(device_group(), sim_device().type)
+    torch.manual_seed(0)
+    model = Transformer().to(sim_device())
+    for layer in model.encoder.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(num_steps):
+        x, y = text_batch(step, sim_device())
+        loss = nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.item()
+
+
 def train_transformer(way: Any, num_steps: int) -> float:
-    """With pinned inputs, dropout, accumulation and a schedule; returns the last loss."""
+    """With pinned inputs and accumulation; without a way, by DDP and the plain optimizer. Returns the last loss."""
     group = device_group()
     torch.manual_seed(0)
     ddp = DDP(Transformer().to(sim_device()), process_group=group, bucket_cap_mb=0.02)

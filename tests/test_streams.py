@@ -29,6 +29,7 @@ from stream_programs import (
     precisions,
     refused,
     scaled,
+    train_fsdp2,
     train_transformer,
     with_unused,
 )
@@ -175,12 +176,17 @@ def test_diagnoses_name_the_setting_and_what_to_do(monkeypatch: pytest.MonkeyPat
 
 # --- no false alarms --------------------------------------------------------------------------------------------------
 
-WAYS: list[Any] = [None, *product(SCHEDULES, GATHERS)]
+WAYS: list[Any] = ["plain DDP", "FSDP2", *product(SCHEDULES, GATHERS)]
 
 
 def _is_silent(way: Any, num_steps: int) -> None:
-    overlap = None if way is None else Attached(zerolap_sim.SimAdapter, schedule=way[0], gather=way[1])
-    for loss, reports in run_ranks(2, on_device, train_transformer, overlap, num_steps, limit=1500):
+    program: Any = partial(train_transformer, None, num_steps)
+    if way == "FSDP2":
+        program = partial(train_fsdp2, num_steps)
+    elif way != "plain DDP":
+        overlap = Attached(zerolap_sim.SimAdapter, schedule=way[0], gather=way[1])
+        program = partial(train_transformer, overlap, num_steps)
+    for loss, reports in run_ranks(2, on_device, program, limit=1500):
         assert reports == [], f"{len(reports)} reports, the first: {reports[0]}"
         assert loss < 4.5, f"no better than guessing one of 50 tokens would be 3.9, it is {loss}"
 
@@ -191,7 +197,7 @@ def test_training_a_transformer_raises_no_alarm() -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: "plain DDP" if way is None else "-".join(way))
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way if isinstance(way, str) else "-".join(way))
 def test_500_iterations_raise_no_alarm(way: Any) -> None:
     _is_silent(way, num_steps=500)
 

@@ -1,28 +1,100 @@
-"""The pytest plugin: which adapter is under test, and on how many ranks."""
+"""The pytest plugin: which adapter is under test, on how many ranks, up to which tier, and the verdict at the end."""
 
 from __future__ import annotations
 
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
 import pytest
 
-from zerolap import Adapter, load_adapter
+from zerolap_conformance import verdict
+from zerolap_conformance.requirements import TIERS, all_requirements
+from zerolap_conformance.run import Result
+
+_SESSION: pytest.StashKey[Session] = pytest.StashKey()
+
+
+@dataclass(slots=True)
+class Session:
+    """What was asked for, and what came of it so far."""
+
+    adapter: str
+    num_ranks: int
+    tier: int
+    report: Path | None
+    start: float = field(default_factory=time.monotonic)
+    results: dict[str, Result] = field(default_factory=dict)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("zerolap")
-    group.addoption("--zerolap-adapter", metavar="NAME", help="the adapter that the conformance suite is run against")
-    group.addoption("--zerolap-nproc", type=int, default=2, metavar="N", help="ranks per test (default: 2)")
+    group.addoption(
+        "--zerolap-adapter", metavar="NAME", help="the adapter under test: its name, or module:attribute that makes one"
+    )
+    group.addoption("--zerolap-nproc", type=int, default=2, metavar="N", help="ranks per requirement (default: 2)")
+    group.addoption(
+        "--zerolap-tier", type=int, default=3, choices=list(TIERS), help="try requirements up to this tier (default: 3)"
+    )
+    group.addoption("--zerolap-report", type=Path, metavar="DIR", help="write verdict.json and verdict.html there")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    adapter = config.getoption("--zerolap-adapter")
+    if adapter is not None:
+        config.stash[_SESSION] = Session(
+            adapter=adapter,
+            num_ranks=config.getoption("--zerolap-nproc"),
+            tier=config.getoption("--zerolap-tier"),
+            report=config.getoption("--zerolap-report"),
+        )
 
 
 @pytest.fixture(scope="session")
-def adapter(request: pytest.FixtureRequest) -> Adapter:
-    """The adapter under test. That its device is there is a requirement, not a reason to skip."""
-    name = request.config.getoption("--zerolap-adapter")
-    if name is None:
+def zerolap_session(request: pytest.FixtureRequest) -> Session:
+    if _SESSION not in request.config.stash:
         raise pytest.UsageError("say which adapter to test: --zerolap-adapter NAME")
-    return load_adapter(name)
+    return request.config.stash[_SESSION]
 
 
-@pytest.fixture(scope="session")
-def nproc(request: pytest.FixtureRequest) -> int:
-    value: int = request.config.getoption("--zerolap-nproc")
-    return value
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what lies beyond the tier that was asked for."""
+    if _SESSION not in config.stash:
+        return
+    tier, known = config.stash[_SESSION].tier, all_requirements()
+    beyond = [item for item in items if (id_ := _id_of(item)) in known and known[id_].tier > tier]
+    if beyond:
+        config.hook.pytest_deselected(items=beyond)
+        items[:] = [item for item in items if item not in beyond]
+
+
+def _id_of(item: pytest.Item) -> str:
+    return str(item.callspec.params.get("id", "")) if hasattr(item, "callspec") else ""
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if _SESSION not in config.stash or not config.stash[_SESSION].results:
+        return
+    session = config.stash[_SESSION]
+    found = verdict.make(
+        session.results,
+        adapter=session.adapter,
+        num_ranks=session.num_ranks,
+        tier=session.tier,
+        seconds=time.monotonic() - session.start,
+    )
+    terminalreporter.section("zerolap conformance")
+    terminalreporter.write_line(verdict.to_text(found))
+    if session.report is not None:
+        for path in verdict.write(found, session.report):
+            terminalreporter.write_line(f"written: {path}")
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Nothing tried is no verdict: a run that skipped everything must not look green."""
+    config = session.config
+    if _SESSION not in config.stash or exitstatus != 0:
+        return
+    results = config.stash[_SESSION].results.values()
+    if not any(result.outcome == "passed" for result in results):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED

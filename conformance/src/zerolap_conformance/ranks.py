@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import multiprocessing
 import os
 import sys
@@ -20,6 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zerolap import Adapter, load_adapter
+
 # A fork server has torch imported and no threads started: a rank is there in milliseconds, and starts clean.
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(["torch", "torch.distributed.optim", "torch.nn.parallel", "zerolap"])
@@ -32,6 +35,17 @@ class Outcome:
     value: Any = None
     error: str | None = None
     seconds: float = 0.0
+
+
+def make_adapter(given: str) -> Adapter:
+    """The installed adapter of this name, or what "module:attribute" makes when it is called."""
+    module, is_path, attribute = given.partition(":")
+    if not is_path:
+        return load_adapter(given)
+    made = getattr(importlib.import_module(module), attribute)()
+    if not isinstance(made, Adapter):
+        raise TypeError(f"{given} makes a {type(made).__name__}, not a zerolap.Adapter")
+    return made
 
 
 def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, limit: float = 120, **kwargs: Any) -> list[Any]:
@@ -48,17 +62,21 @@ def try_ranks(
     *args: Any,
     limit: float = 120,
     group_timeout: float = 60,
-    backend: str = "gloo",
+    adapter: str | None = None,
     **kwargs: Any,
 ) -> list[Outcome]:
-    """Like ``run_ranks``, but hand the errors to the caller. A rank over the time limit ends with its stacks."""
+    """Like ``run_ranks``, but hand the errors to the caller. A rank over the time limit ends with its stacks.
+
+    With ``adapter``, the name of one or a "module:attribute" that makes one, ranks use its device and backend, and the function
+    gets the adapter, made on the rank, as its first argument.
+    """
     with tempfile.TemporaryDirectory() as folder:
         ranks = []
         for rank in range(world_size):
             ours, theirs = _SERVER.Pipe(duplex=False)
             process = _SERVER.Process(
                 target=_run_rank,
-                args=(rank, world_size, folder, limit, group_timeout, backend, theirs, fn, args, kwargs),
+                args=(rank, world_size, folder, limit, group_timeout, adapter, theirs, fn, args, kwargs),
                 daemon=True,
             )
             process.start()
@@ -86,7 +104,7 @@ def _run_rank(
     folder: str,
     limit: float,
     group_timeout: float,
-    backend: str,
+    adapter: str | None,
     connection: Connection,
     fn: Callable[..., Any],
     args: tuple[Any, ...],
@@ -99,6 +117,13 @@ def _run_rank(
     torch.set_num_threads(1)
     start = time.monotonic()
     try:
+        backend = "gloo"
+        if adapter is not None:
+            made = make_adapter(adapter)
+            args = (made, *args)
+            if made.device_type != "cpu":
+                backend = f"cpu:gloo,{made.device_type}:{made.backend}"
+                torch.accelerator.set_device_index(made.device(rank).index or 0)
         dist.init_process_group(
             backend,
             init_method=f"file://{folder}/store",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from zerolap import Capabilities, StreamAdapter
 from zerolap_sim.install import is_installed
 
@@ -21,3 +23,6 @@ class SimAdapter(StreamAdapter):
         if not is_installed():
             return "the simulated device is a test tool; call zerolap_sim.install() first"
         return super().why_unavailable()
+
+    def device(self, local_rank: int) -> torch.device:
+        return torch.device(self.device_type, 0)  # every process has one of its own

@@ -1,0 +1,125 @@
+"""Tier 0: facts about the adapter and its device."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zerolap import Adapter, Capabilities
+from zerolap_conformance.requirements import NotDeclaredError, requirement
+from zerolap_conformance.support import busy, device_of, expect, expect_equal, own_group
+
+
+@requirement("DEV-1", "The adapter finds its device and says so.", tier=0)
+def finds_its_device(adapter: Adapter) -> None:
+    expect(adapter.why_unavailable(), None, "why_unavailable()")
+    expect(adapter.is_available(), True, "is_available()")
+
+
+@requirement("DEV-2", "Name, device type and backend are stated, and the device is of that type.", tier=0)
+def states_its_names(adapter: Adapter) -> None:
+    for field in ("name", "device_type", "backend"):
+        value = getattr(adapter, field)
+        assert isinstance(value, str), f"{field} must be a string, seen {value!r}"
+        assert value, f"{field} is empty"
+    expect(device_of(adapter).type, adapter.device_type, "the type of device()")
+
+
+@requirement("DEV-3", "Every capability is stated, with a value of its type.", tier=0)
+def states_its_capabilities(adapter: Adapter) -> None:
+    assert isinstance(adapter.capabilities, Capabilities), f"capabilities are {adapter.capabilities!r}"
+    for field in dataclasses.fields(Capabilities):
+        value = getattr(adapter.capabilities, field.name)
+        kind = int if field.name == "exact_cut" else bool
+        assert type(value) is kind, f"{field.name} must be of type {kind.__name__}, seen {value!r}"
+    assert adapter.capabilities.exact_cut >= 1, f"exact_cut must be at least 1, seen {adapter.capabilities.exact_cut}"
+
+
+@requirement("DEV-4", "Tensors made on the device stay there, and compute what a CPU computes.", tier=0)
+def computes(adapter: Adapter) -> None:
+    device = device_of(adapter)
+    x = torch.arange(1000, dtype=torch.float32).to(device)
+    expect(x.device.type, device.type, "the device of a tensor that was moved there")
+    expect_equal(x * 2 + 1, torch.arange(1000, dtype=torch.float32) * 2 + 1, "2x + 1")
+
+
+@requirement("DEV-5", "diagnose() gives sentences, and never raises.", tier=0)
+def diagnoses(adapter: Adapter) -> list[str]:
+    advice = adapter.diagnose()
+    assert isinstance(advice, list), f"diagnose() gave {advice!r}"
+    assert all(isinstance(sentence, str) and sentence for sentence in advice), f"diagnose() gave {advice!r}"
+    return advice
+
+
+@requirement("DEV-6", "synchronize() returns when everything given to the device is done.", tier=0)
+def synchronizes(adapter: Adapter) -> None:
+    device = device_of(adapter)
+    lane = adapter.lane("conformance", device=device)
+    lane.submit(lambda: busy(device))
+    lane.run(lambda: None)
+    adapter.synchronize()
+    if device.type != "cpu":
+        assert torch.accelerator.current_stream(device).query(), (
+            "work is left on the current stream after synchronize()"
+        )
+    lane.close()
+
+
+@requirement(
+    "DEV-7",
+    "Stepping slices of a parameter that are cut at multiples of `exact_cut` is bitwise the slice of stepping it whole.",
+    tier=0,
+)
+def cuts_exactly(adapter: Adapter) -> list[str]:
+    device, cut, numel = device_of(adapter), adapter.capabilities.exact_cut, 4099
+    makers: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+        "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.01),
+        "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01),
+    }
+    remarks = []
+    for name, make in makers.items():
+        for at in (cut, 5 * cut, numel // 2 // cut * cut):
+            whole, pieces = _stepped(make, device, numel, at)
+            expect_equal(pieces, whole, f"{name}, cut at {at}")
+        smaller = max(1, cut // 4)
+        if cut > 1 and torch.equal(*(t.cpu() for t in _stepped(make, device, numel, 5 * smaller))):
+            remarks.append(f"{name} was exact for a cut at {5 * smaller}, too: exact_cut={cut} may be more than needed")
+    return remarks
+
+
+def _stepped(
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], device: torch.device, numel: int, at: int
+) -> tuple[Tensor, Tensor]:
+    start = torch.linspace(-1, 1, numel)
+    results = []
+    for ends in ([0, numel], [0, at, numel]):
+        memory = start.clone().to(device)
+        params = [nn.Parameter(memory[a:b]) for a, b in pairwise(ends)]
+        optimizer = make(params)
+        for step in range(5):
+            gradient = torch.sin(start * (step + 3)).to(device)
+            for param, (a, b) in zip(params, pairwise(ends), strict=True):
+                param.grad = gradient[a:b].clone()
+            optimizer.step()
+        results.append(memory)
+    return results[0], results[1]
+
+
+@requirement("DEV-8", "Double precision is computed with and reduced.", tier=0, capability="has_float64", min_ranks=2)
+def has_float64(adapter: Adapter) -> list[str]:
+    def attempt() -> Tensor:
+        x = torch.full((3,), 1 + 2**-40, dtype=torch.float64).to(device_of(adapter))
+        adapter.all_reduce(x, op=dist.ReduceOp.SUM, group=own_group(adapter), what="sum in double precision").wait()
+        return x.cpu()
+
+    if not adapter.capabilities.has_float64:
+        raise NotDeclaredError(
+            "the adapter declares has_float64=False: norms of gradients are taken in single precision"
+        )
+    expect_equal(attempt(), torch.full((3,), dist.get_world_size() * (1 + 2**-40), dtype=torch.float64), "sum")
+    return []

@@ -1,0 +1,172 @@
+"""Tier 1: lanes run things in order, hand over what they computed, and fail aloud; sides keep memory until it is free."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import zerolap
+from zerolap import Adapter
+from zerolap_conformance.requirements import requirement
+from zerolap_conformance.support import busy, device_of, expect, expect_equal, expect_error, own_group
+
+
+@requirement("LANE-1", "A lane runs what it is given in the order given.", tier=1)
+def runs_in_order(adapter: Adapter) -> None:
+    lane, done = adapter.lane("conformance", device=device_of(adapter)), []
+    for i in range(200):
+        lane.submit(lambda i=i: done.append(i))  # type: ignore[misc]
+    lane.run(lambda: None)
+    lane.close()
+    expect(done, list(range(200)), "the order")
+
+
+@requirement("LANE-2", "An error on a lane reaches whoever waits, and nothing runs on it any more.", tier=1)
+def fails_aloud(adapter: Adapter) -> None:
+    lane, done = adapter.lane("conformance", device=device_of(adapter)), []
+
+    def fail() -> None:
+        raise ArithmeticError("deliberate")
+
+    first, second = lane.submit(fail), lane.submit(lambda: done.append("ran"))
+    for future in (first, second):
+        expect_error(future.wait, "deliberate", "waiting for a lane that has failed")
+    expect_error(lambda: lane.run(lambda: None), "deliberate", "run() on a lane that has failed")
+    lane.close()
+    expect(done, [], "what ran behind the failure")
+
+
+@requirement("LANE-3", "run() gives back the result, and what the caller does next sees it.", tier=1)
+def hands_over(adapter: Adapter) -> None:
+    device = device_of(adapter)
+    lane = adapter.lane("conformance", device=device)
+    for i in range(20):
+        x = torch.zeros(10_000, device=device)
+
+        def fill(x: Tensor = x, i: int = i) -> str:
+            busy(device, 0.002)
+            x.fill_(i)
+            return f"filled {i}"
+
+        expect(lane.run(fill), f"filled {i}", "what run() gives back")
+        expect_equal(x + 1, torch.full((10_000,), i + 1.0), "what the caller reads")
+    lane.close()
+
+
+@requirement("LANE-4", "What runs on a lane sees what its caller has started before.", tier=1)
+def sees_its_caller(adapter: Adapter) -> None:
+    device = device_of(adapter)
+    lane = adapter.lane("conformance", device=device)
+    for i in range(20):
+        x = torch.zeros(10_000, device=device)
+        busy(device, 0.002)
+        x.fill_(i)
+        y = lane.run(lambda x=x: x * 2)  # type: ignore[misc]
+        expect_equal(y, torch.full((10_000,), 2.0 * i), "what the lane has read")
+    lane.close()
+
+
+@requirement("LANE-5", "Waiting for a lane's future makes the waiter see its tensor; DDP does just that.", tier=1)
+def futures_hand_over(adapter: Adapter) -> None:
+    device = device_of(adapter)
+    lane = adapter.lane("conformance", device=device)
+    for i in range(20):
+        x = torch.zeros(10_000, device=device)
+
+        def fill(x: Tensor = x, i: int = i) -> Tensor:
+            busy(device, 0.002)
+            return x.fill_(i)
+
+        y = lane.submit(fill).wait()
+        expect_equal(y + 1, torch.full((10_000,), i + 1.0), "what the waiter reads")
+    lane.close()
+
+
+@requirement("LANE-6", "Nothing on a lane is recorded for autograd.", tier=1)
+def has_no_grad(adapter: Adapter) -> None:
+    lane = adapter.lane("conformance", device=device_of(adapter))
+    expect(lane.run(torch.is_grad_enabled), False, "whether gradients are recorded")
+    lane.close()
+
+
+@requirement("LANE-7", "Closing a lane lets what was submitted finish, and may be done twice.", tier=1)
+def closes(adapter: Adapter) -> None:
+    done: list[int] = []
+    lane = adapter.lane("conformance", device=device_of(adapter))
+    for i in range(50):
+        lane.submit(lambda i=i: done.append(i))  # type: ignore[misc]
+    lane.close()
+    lane.close()
+    deadline = time.monotonic() + 10
+    while len(done) < 50 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    expect(len(done), 50, "jobs that ran")
+
+
+@requirement("LANE-8", "Inside a lane, as_caller() does things with the caller's memory and in its order.", tier=1)
+def acts_as_its_caller(adapter: Adapter) -> None:
+    device = device_of(adapter)
+    lane = adapter.lane("conformance", device=device)
+    x = torch.zeros(10_000, device=device)
+
+    def work() -> Tensor:
+        busy(device, 0.005)
+        x.fill_(3)
+        with lane.as_caller():
+            y = x * 2
+        return y + 1
+
+    expect_equal(lane.run(work), torch.full((10_000,), 7.0), "what was computed half here and half there")
+    lane.close()
+
+
+@requirement("SIDE-1", "A collective started on a side is waited for by its result, by several waiters too.", tier=1)
+def sides_hand_over(adapter: Adapter) -> None:
+    device, group, side = device_of(adapter), own_group(adapter), adapter.side(device_of(adapter))
+    size = group.size()
+    for i in range(10):
+        x = torch.full((5_000,), float(i), device=device)
+
+        def start(x: Tensor = x) -> zerolap.Pending:
+            scratch = x * 1  # made and dropped here
+            x.copy_(scratch)
+            return adapter.all_reduce(x, op=dist.ReduceOp.SUM, group=group, what="sum")
+
+        pending = side.start(start)
+        pending.wait()
+        pending.wait()
+        expect_equal(x, torch.full((5_000,), float(i * size)), "the sum")
+
+
+@requirement("SIDE-2", "Memory that a side's work has made is not handed out while it is in use.", tier=1)
+def sides_keep_memory(adapter: Adapter) -> None:
+    device, group, side = device_of(adapter), own_group(adapter), adapter.side(device_of(adapter))
+    rank, size, numel = group.rank(), group.size(), 20_000
+    for i in range(10):
+        into = torch.zeros(numel, device=device)
+        source = torch.full((numel * size,), float(rank + i), device=device)
+
+        def start(source: Tensor = source, into: Tensor = into) -> zerolap.Pending:
+            parts = zerolap.Parts.of(list(torch.split(source * 1, numel)))
+            return adapter.reduce_scatter(parts, into=into, group=group, tag=0, what="sum")
+
+        pending = side.start(start)
+        for _ in range(5):
+            torch.full((numel * size,), -1.0, device=device)  # would get the memory if it were free
+        pending.wait()
+        expect_equal(into, torch.full((numel,), float(sum(r + i for r in range(size)))), "the sum")
+
+
+@requirement("TIME-1", "Moments follow each other, and the time between two of them is in seconds.", tier=1)
+def measures_time(adapter: Adapter) -> None:
+    device = device_of(adapter)
+    start, wall = adapter.moment(), time.perf_counter()
+    busy(device, 0.05)
+    end = adapter.moment()
+    adapter.synchronize()
+    wall = time.perf_counter() - wall
+    seconds = adapter.seconds_between(start, end)
+    assert 0 <= seconds <= 2 * wall + 0.05, f"{seconds} s by the device's clock, {wall} s by the host's"

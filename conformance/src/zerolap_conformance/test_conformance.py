@@ -1,0 +1,22 @@
+"""The suite as pytest sees it: one test for each requirement."""
+
+from __future__ import annotations
+
+import pytest
+
+from zerolap_conformance.plugin import Session
+from zerolap_conformance.requirements import all_requirements
+from zerolap_conformance.run import try_requirement
+
+REQUIREMENTS = all_requirements()
+
+
+@pytest.mark.parametrize("id", REQUIREMENTS)
+def test_requirement(zerolap_session: Session, id: str) -> None:  # noqa: A002 - it is what everybody calls it
+    requirement = REQUIREMENTS[id]
+    result = try_requirement(requirement, adapter=zerolap_session.adapter, num_ranks=zerolap_session.num_ranks)
+    zerolap_session.results[id] = result
+    if result.outcome == "skipped":
+        pytest.skip(result.reason)
+    if result.outcome == "failed":
+        pytest.fail(f"{id}: {requirement.sentence}\n{result.reason}", pytrace=False)
