@@ -19,6 +19,10 @@ PACKAGES = {  # folder: import name, what it may depend on
     "adapters/sim": ("zerolap_sim", {"zerolap"}),
     "conformance": ("zerolap_conformance", {"zerolap", "pytest"}),
 }
+DATA = {  # folder: files beside the code that it needs
+    "adapters/sim": ("zerolap_sim/csrc/runtime.cpp", "zerolap_sim/csrc/runtime.h"),
+    "conformance": ("zerolap_conformance/page.html",),
+}
 
 
 def main() -> int:
@@ -40,7 +44,7 @@ def main() -> int:
                 files = archive.namelist()
                 (metadata,) = (file for file in files if file.endswith(".dist-info/METADATA"))
                 fields = Parser().parsestr(archive.read(metadata).decode())
-        needed = [f"{name}/__init__.py", f"{name}/py.typed"]
+        needed = [f"{name}/__init__.py", f"{name}/py.typed", *DATA.get(folder, ())]
         problems += [f"{wheel.name}: no {file}" for file in needed if file not in files]
         if not any(file.endswith("licenses/LICENSE") for file in files):
             problems.append(f"{wheel.name}: no licence")

@@ -189,6 +189,12 @@ def test_failures_are_linked_from_the_header_and_stand_open() -> None:
     assert "seen on rank 1:     tensor([1., 1., 3., 3.])" in text
 
 
+def test_first_failure_is_the_first_on_the_page_whatever_the_order_of_the_verdict() -> None:
+    verdict = failing()
+    verdict["requirements"].reverse()
+    assert '<a href="#COL-4">2 failed</a>' in to_html(verdict)
+
+
 def test_filters_count_what_they_show_and_an_empty_one_is_disabled() -> None:
     buttons = re.findall(r"<button[^>]*?( disabled)?>(\w+ \d+)</button>", to_html(passing()))
     assert buttons == [("", "All 29"), (" disabled", "Failed 0"), ("", "Skipped 2"), ("", "Notes 2")]

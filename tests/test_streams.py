@@ -209,13 +209,16 @@ DELAYS = ({}, {"delay_us": 1000, "delay_probability": 0.05, "seed": 3})
 
 def _caught(num_ranks: int, num_runs: int) -> None:
     """A missing synchronisation is found in every run, whatever the timing."""
-    ranks = run_ranks(num_ranks, on_device, run_mutants, num_runs, list(MUTANTS), DELAYS, limit=1500)
-    missed = []
-    for mutant in ranks[0][0]:
-        of_runs = [sum(counts) for counts in zip(*(found[mutant] for found, _ in ranks), strict=True)]
-        missed += [f"{mutant}: reports in each run {of_runs}"] if 0 in of_runs else []
+    num_tried, missed, mutants = 0, [], list(MUTANTS)
+    for first in range(0, len(mutants), 4):  # a process can make so many streams and no more
+        some = mutants[first : first + 4]
+        ranks = run_ranks(num_ranks, on_device, run_mutants, num_runs, some, DELAYS, limit=1500)
+        for mutant in ranks[0][0]:
+            of_runs = [sum(counts) for counts in zip(*(found[mutant] for found, _ in ranks), strict=True)]
+            missed += [f"{mutant}: reports in each run {of_runs}"] if 0 in of_runs else []
+            num_tried += 1
     assert missed == []
-    assert len(ranks[0][0]) == 2 * len(MUTANTS)
+    assert num_tried == 2 * len(MUTANTS)
     print(
         f"{len(MUTANTS)} of {len(MUTANTS)} caught in each of {num_runs} runs, with and without delays, on {num_ranks} ranks"
     )

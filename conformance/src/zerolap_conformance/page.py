@@ -14,6 +14,10 @@ from urllib.parse import quote
 
 _OUTCOMES = ("passed", "failed", "skipped")
 _LABELS = {"torch": "PyTorch", "python": "Python", "platform": "Platform", "devices": "Devices"}
+_SIMULATED = (
+    '<p class="simulated"><strong>Simulated device</strong> '
+    "This run used a simulation in place of hardware. It says nothing about a real device.</p>"
+)
 
 # A terminal's colours, titles and links; then every other control character, which HTML has no place for.
 _ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[ -/]*[0-~])|\x9b[0-?]*[ -/]*[@-~]")
@@ -24,7 +28,8 @@ def to_html(verdict: Mapping[str, Any]) -> str:
     """The verdict (schema 1) as one self-contained page."""
     if verdict["schema"] != 1:
         raise ValueError(f"a page shows a verdict of schema 1, got schema {verdict['schema']!r}: update this package")
-    requirements: Sequence[Mapping[str, Any]] = verdict["requirements"]
+    # In the order of the page, so that the first failure which a link leads to is the first one a reader would meet.
+    requirements: list[Mapping[str, Any]] = sorted(verdict["requirements"], key=lambda each: int(each["tier"]))
     if unknown := sorted({str(each["outcome"]) for each in requirements} - set(_OUTCOMES)):
         raise ValueError(f"an outcome is one of {', '.join(_OUTCOMES)}; got {', '.join(unknown)}")
     headline = _headline(verdict)
@@ -56,12 +61,6 @@ def to_html(verdict: Mapping[str, Any]) -> str:
         tiers="\n".join(_tier(tier, names.get(tier, ""), members) for tier, members in by_tier.items() if members),
         footer=f"Written by zerolap-conformance from a verdict of schema {_text(verdict['schema'])}.",
     )
-
-
-_SIMULATED = (
-    '<p class="simulated"><strong>Simulated device</strong> '
-    "This run used a simulation in place of hardware. It says nothing about a real device.</p>"
-)
 
 
 def _headline(verdict: Mapping[str, Any]) -> list[str]:
@@ -111,14 +110,15 @@ def _advice(advice: Sequence[str]) -> str:
 
 
 def _row(tier: int, name: str, members: Sequence[Mapping[str, Any]], *, is_asked: bool) -> str:
-    title = f'<span class="number">{tier}</span>{_text(name)}'
+    number = f'<span class="number">{tier}</span>'
     if not members:
         why = "no requirements" if is_asked else "not asked for"
-        return f'<tr><th scope="row" class="quiet">{title}</th><td colspan="3" class="none">{why}</td></tr>'
+        head = f'<span class="name">{number}{_text(name)}</span>'
+        return f'<tr><th scope="row" class="quiet">{head}</th><td colspan="3" class="none">{why}</td></tr>'
     # Decoration: the cells beside it say the same in numbers.
     strip = "".join(f'<i class="{each["outcome"]}"></i>' for each in members)
-    head = f'<a href="#tier-{tier}">{title}</a><div class="strip" aria-hidden="true">{strip}</div>'
-    return f'<tr><th scope="row">{head}</th>{_cells(members)}</tr>'
+    head = f'<span class="name">{number}<a href="#tier-{tier}">{_text(name or f"tier {tier}")}</a></span>'
+    return f'<tr><th scope="row">{head}<div class="strip" aria-hidden="true">{strip}</div></th>{_cells(members)}</tr>'
 
 
 def _cells(members: Sequence[Mapping[str, Any]]) -> str:

@@ -35,6 +35,7 @@ class Requirement:
     check: Check
     min_ranks: int
     seconds: float  # after which a rank that tries it counts as hung
+    fails_device: bool  # on purpose, so that nothing can be asked of it afterwards
 
 
 _ALL: dict[str, Requirement] = {}
@@ -48,6 +49,7 @@ def requirement(
     capability: str | None = None,
     min_ranks: int = 1,
     seconds: float = 60,
+    fails_device: bool = False,
 ) -> Callable[[C], C]:
     """Register what a function checks."""
 
@@ -62,6 +64,7 @@ def requirement(
             check=check,
             min_ranks=min_ranks,
             seconds=seconds,
+            fails_device=fails_device,
         )
         return check
 
