@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 from typing import Any
@@ -47,12 +47,13 @@ ADAPTERS: dict[str, tuple[str, str, Callable[[], zerolap.Adapter]]] = {
 }
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("adapter", ADAPTERS)
-def test_all_schedules_and_gathers_are_right_and_ordered(adapter: str, num_ranks: int) -> None:
+DELAYS: tuple[dict[str, Any], ...] = ({}, {"delay_us": 1000, "delay_probability": 0.05, "seed": 3})
+
+
+def _all_ways_are_right(adapter: str, num_ranks: int, delays: Sequence[dict[str, Any]]) -> None:
     name, backend, make = ADAPTERS[adapter]
     ways = {f"{s}, {g}": Attached(make, schedule=s, gather=g) for s, g in product(SCHEDULES, GATHERS)}
-    for delay in ({}, {"delay_us": 2000, "delay_probability": 0.1, "seed": 7}):
+    for delay in delays:
         for found, late in run_ranks(
             num_ranks, on_device, every_way, ways, backend, name=name, collectives=backend, **delay
         ):
@@ -62,6 +63,18 @@ def test_all_schedules_and_gathers_are_right_and_ordered(adapter: str, num_ranks
                 assert to_synchronous == 0, way
                 # Bitwise where sums over ranks have one order only, and shards end where the CPU's kernels allow.
                 assert to_cpu <= (0 if num_ranks == 2 and adapter == "sim" else 1e-6), f"{way}: {to_cpu}"
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_all_schedules_and_gathers_are_right_and_ordered(adapter: str) -> None:
+    _all_ways_are_right(adapter, 2, DELAYS[:1])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_all_of_it_holds_with_delays_too(adapter: str, num_ranks: int) -> None:
+    _all_ways_are_right(adapter, num_ranks, DELAYS)
 
 
 HOOKS = (zerolap.hook_with_zero_step, zerolap.hook_with_zero_step_interleaved)
@@ -203,8 +216,6 @@ def test_500_iterations_raise_no_alarm(way: Any) -> None:
 
 
 # --- what the checker must find ---------------------------------------------------------------------------------------
-
-DELAYS = ({}, {"delay_us": 1000, "delay_probability": 0.05, "seed": 3})
 
 
 def _caught(num_ranks: int, num_runs: int) -> None:

@@ -100,10 +100,14 @@ for _place, (_schedule, _gather) in enumerate(
 
 
 def _hooked(make_hook: Callable[..., Any], shard_buckets: bool) -> Callable[[Adapter], None]:
-    def overlap(ddp: DistributedDataParallel, zero: zerolap.ZeroRedundancyOptimizer) -> None:
-        ddp.register_comm_hook(None, make_hook(allreduce_hook, ddp, zero, shard_buckets=shard_buckets))
+    def check(adapter: Adapter) -> None:
+        def overlap(ddp: DistributedDataParallel, zero: zerolap.ZeroRedundancyOptimizer) -> None:
+            hook = make_hook(allreduce_hook, ddp, zero, shard_buckets=shard_buckets, adapter=adapter)
+            ddp.register_comm_hook(None, hook)
 
-    return lambda adapter: _compare(adapter, overlap)
+        _compare(adapter, overlap)
+
+    return check
 
 
 for _place, (_make_hook, _shard) in enumerate(

@@ -48,7 +48,7 @@ def requirement(
     tier: int,
     capability: str | None = None,
     min_ranks: int = 1,
-    seconds: float = 60,
+    seconds: float = 30,
     fails_device: bool = False,
 ) -> Callable[[C], C]:
     """Register what a function checks."""

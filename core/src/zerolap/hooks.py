@@ -36,36 +36,53 @@ _NEVER_WAIT_IN_CALLBACKS = (
 
 
 def hook_with_zero_step(
-    hook: Hook, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, shard_buckets: bool = False
+    hook: Hook,
+    ddp: DistributedDataParallel,
+    zero: ZeroRedundancyOptimizer,
+    shard_buckets: bool = False,
+    *,
+    adapter: Adapter | str | None = None,
 ) -> Hook:
     """``hook``, and the optimizer's update once the last gradient is computed, while reductions are outstanding.
 
     Made by all ranks of DDP's group together, after the optimizer, and given to ``ddp.register_comm_hook``. Each bucket
-    is owned by one rank, or with ``shard_buckets`` by several. Prefer it where communication is slow.
+    is owned by one rank, or with ``shard_buckets`` by several. Prefer it where communication is slow. The parameters' device
+    decides which adapter is used, unless one is given.
     """
-    return _overlapped(hook, ddp, zero, schedule=Schedule.AFTER_BACKWARD, shard_buckets=shard_buckets)
+    return _overlapped(hook, ddp, zero, schedule=Schedule.AFTER_BACKWARD, shard_buckets=shard_buckets, adapter=adapter)
 
 
 def hook_with_zero_step_interleaved(
-    hook: Hook, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, shard_buckets: bool = False
+    hook: Hook,
+    ddp: DistributedDataParallel,
+    zero: ZeroRedundancyOptimizer,
+    shard_buckets: bool = False,
+    *,
+    adapter: Adapter | str | None = None,
 ) -> Hook:
     """``hook``, and each bucket's update as soon as it is reduced, while backward computes the next gradients.
 
     Made and used like the hook of ``hook_with_zero_step``. Prefer it where communication is fast.
     """
-    return _overlapped(hook, ddp, zero, schedule=Schedule.INTERLEAVED, shard_buckets=shard_buckets)
+    return _overlapped(hook, ddp, zero, schedule=Schedule.INTERLEAVED, shard_buckets=shard_buckets, adapter=adapter)
 
 
 def _overlapped(
-    hook: Hook, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, *, schedule: Schedule, shard_buckets: bool
+    hook: Hook,
+    ddp: DistributedDataParallel,
+    zero: ZeroRedundancyOptimizer,
+    *,
+    schedule: Schedule,
+    shard_buckets: bool,
+    adapter: Adapter | str | None,
 ) -> Hook:
     policy = Policy.BY_PARAMETER if shard_buckets else Policy.WHOLE_BUCKET
-    adapter, (group,) = meet(ddp, zero, settings=[schedule.value, policy.value], num_groups=1)
+    chosen, (group,) = meet(ddp, zero, settings=[schedule.value, policy.value], num_groups=1, adapter=adapter)
     # A hook that waits for a second collective in the callback of the first blocks the backend's worker; with all
     # workers blocked that way nothing moves again. One such reduction at a time always leaves a worker free.
-    one_by_one = not adapter.capabilities.futures_complete_at_enqueue and hook not in _NEVER_WAIT_IN_CALLBACKS
-    reduce_lane = adapter.lane("reduce", device=zero._default_device) if one_by_one else None
-    timeout = adapter.timeout(zero.process_group).total_seconds()
+    one_by_one = not chosen.capabilities.futures_complete_at_enqueue and hook not in _NEVER_WAIT_IN_CALLBACKS
+    reduce_lane = chosen.lane("reduce", device=zero._default_device) if one_by_one else None
+    timeout = chosen.timeout(zero.process_group).total_seconds()
     # torch's own hooks take no state to mean all ranks, even where DDP spans only some.
     takes_group = next(iter(inspect.signature(hook).parameters), None) == "process_group"
     process_group = ddp.process_group
@@ -80,7 +97,7 @@ def _overlapped(
         zero._book,
         reduce=reduce,
         policy=policy,
-        adapter=adapter,
+        adapter=chosen,
         group=group,
         schedule=schedule,
         agreement=agreement_of(ddp),
@@ -92,7 +109,7 @@ def _overlapped(
         hook_state = process_group if state is None and takes_group else state
         return engine.on_bucket(bucket)
 
-    return guarded(ddp, on_bucket, adapter=adapter, schedule=schedule)
+    return guarded(ddp, on_bucket, adapter=chosen, schedule=schedule)
 
 
 def meet(
