@@ -36,6 +36,7 @@ from stream_programs import (
 from zerolap_ascend_hccl import AscendHcclAdapter
 from zerolap_conformance.ranks import run_ranks, try_ranks
 from zerolap_cuda_nccl import CudaNcclAdapter
+from zerolap_sim import build
 from zerolap_xpu import XpuAdapter
 
 # Every adapter by its own class; only one can have its own names, for torch keeps "cuda" and "xpu" to itself.
@@ -63,6 +64,11 @@ def _all_ways_are_right(adapter: str, num_ranks: int, delays: Sequence[dict[str,
                 assert to_synchronous == 0, way
                 # Bitwise where sums over ranks have one order only, and shards end where the CPU's kernels allow.
                 assert to_cpu <= (0 if num_ranks == 2 and adapter == "sim" else 1e-6), f"{way}: {to_cpu}"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    build.build()  # outside the time limits of the ranks
 
 
 @pytest.mark.parametrize("adapter", ADAPTERS)

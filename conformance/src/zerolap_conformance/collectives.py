@@ -106,6 +106,11 @@ def broadcasts(adapter: Adapter) -> None:
         expect_equal(x, _numbers(size, src, dtype), f"{size} elements of {dtype} from {src}")
 
 
+def _uneven(n: int) -> list[list[int]]:
+    """Sizes of n parts: rising, falling, all empty, all but one empty, off by one."""
+    return [list(range(n)), list(range(n, 0, -1)), [0] * n, [0] * (n - 1) + [5], [7 + r % 2 for r in range(n)]]
+
+
 def _scatter(
     adapter: Adapter, group: dist.ProcessGroup, sizes: list[int], dtype: torch.dtype, *, tag: int = 0
 ) -> Tensor:
@@ -132,14 +137,7 @@ def scatters_sums(adapter: Adapter) -> None:
 @requirement("COL-5", "Parts of a reduce-scatter may differ in size and be empty.", tier=2)
 def scatters_uneven_parts(adapter: Adapter) -> None:
     group = own_group(adapter)
-    n = group.size()
-    for sizes in (
-        list(range(n)),
-        [n - r for r in range(n)],
-        [0] * n,
-        [0] * (n - 1) + [5],
-        [7 + r % 2 for r in range(n)],
-    ):
+    for sizes in _uneven(group.size()):
         _scatter(adapter, group, sizes, torch.float32)
 
 
@@ -170,14 +168,7 @@ def gathers(adapter: Adapter) -> None:
 @requirement("COL-8", "Parts of an all-gather may differ in size and be empty.", tier=2)
 def gathers_uneven_parts(adapter: Adapter) -> None:
     group = own_group(adapter)
-    n = group.size()
-    for sizes in (
-        list(range(n)),
-        [n - r for r in range(n)],
-        [0] * n,
-        [0] * (n - 1) + [5],
-        [7 + r % 2 for r in range(n)],
-    ):
+    for sizes in _uneven(group.size()):
         _gather(adapter, group, sizes, torch.float32)
 
 

@@ -1,0 +1,71 @@
+"""VENDORS.md is true: its example, as a real package installed beside us, gets a verdict by the commands it gives."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zerolap_sim import build
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """As if the vendor's package were installed; from a copy, outside of this project."""
+    build.build()
+    folder = tmp_path_factory.mktemp("site")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    subprocess.run([*pip, "--no-build-isolation", "--target", str(folder), str(ROOT / "tests/acme")], check=True)
+    return {**os.environ, "PYTHONPATH": str(folder)}
+
+
+def _run(environment: dict[str, str], folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "--pyargs", "zerolap_conformance", "--zerolap-adapter", *options]
+    return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=500)
+
+
+def test_the_example_gets_a_verdict(environment: dict[str, str], tmp_path: Path) -> None:
+    run = _run(environment, tmp_path, "acme", "--zerolap-tier", "0", "--zerolap-report", str(tmp_path / "out"))
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "acme conforms at tier 0 on 2 ranks, on a simulated device" in run.stdout
+    verdict = json.loads((tmp_path / "out/verdict.json").read_text())
+    assert (verdict["schema"], verdict["is_conformant"], verdict["is_simulated"]) == (1, True, True)
+    assert verdict["adapter"]["name"] == "acme"
+    assert "acme conforms" in re.sub("<[^>]*>", "", (tmp_path / "out/verdict.html").read_text())
+
+
+def test_part_of_a_tier_is_no_verdict(environment: dict[str, str], tmp_path: Path) -> None:
+    run = _run(environment, tmp_path, "acme", "--zerolap-tier", "0", "-k", "DEV-2")
+    assert "acme does not conform at tier 0" in run.stdout
+
+
+@pytest.mark.parametrize("adapter", ["cuda_nccl", "breakers:HasNoDevice"])
+def test_an_absent_device_is_a_failure_and_no_reason_to_skip(
+    environment: dict[str, str], tmp_path: Path, adapter: str
+) -> None:
+    path = os.pathsep.join([environment["PYTHONPATH"], str(ROOT / "tests")])
+    run = _run({**environment, "PYTHONPATH": path}, tmp_path, adapter, "--zerolap-tier", "0", "-k", "DEV-1")
+    assert run.returncode == 1, run.stdout
+    assert "FAILED DEV-1" in run.stdout
+
+
+def test_nothing_tried_is_a_failure(environment: dict[str, str], tmp_path: Path) -> None:
+    run = _run(environment, tmp_path, "acme", "--zerolap-nproc", "1", "--zerolap-tier", "2", "-k", "CAP-1")
+    assert "needs 2 ranks" in run.stdout
+    assert run.returncode == 1, run.stdout
+
+
+def test_the_page_shows_the_example_as_it_is() -> None:
+    page, example = (ROOT / "VENDORS.md").read_text(), (ROOT / "tests/acme/src/zerolap_acme/__init__.py").read_text()
+    (shown,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    for line in shown.splitlines():
+        assert line in example or "exact_cut" in line or "import" in line, line
+    (toml,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    assert toml.splitlines()[-2:] == (ROOT / "tests/acme/pyproject.toml").read_text().splitlines()[-2:]
