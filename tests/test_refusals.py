@@ -257,7 +257,7 @@ REFUSALS: dict[Callable[[], None], str] = {
     broken_adapter: r"installed: acme \(broken: libacme.so is missing\)",
     unknown_adapter: r"AdapterNotFoundError: no adapter 'gluu'; installed: .*cpu_gloo",
     adapter_for_another_device: r"ValueError: adapter 'acme' is for device type 'acme', the parameters are on 'cpu'",
-    adapter_class: r"TypeError: adapter must be a name or a zerolap.Adapter, got ABCMeta",
+    adapter_class: r"TypeError: adapter must be a name or a zerolap.Adapter, got type",
     no_overlap: r"ValueError: .*overlap_with_ddp=True",
     another_ddp: r"ValueError: .*not reduced by this DDP",
     another_ddp_on_one_rank: r"not reduced by this DDP",

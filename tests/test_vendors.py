@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from zerolap_conformance.requirements import all_requirements
+from zerolap_conformance.run import try_requirements
 from zerolap_sim import build
 
 ROOT = Path(__file__).parent.parent
@@ -60,6 +62,15 @@ def test_nothing_tried_is_a_failure(environment: dict[str, str], tmp_path: Path)
     run = _run(environment, tmp_path, "acme", "--zerolap-nproc", "1", "--zerolap-tier", "2", "-k", "CAP-1")
     assert "needs 2 ranks" in run.stdout
     assert run.returncode == 1, run.stdout
+
+
+def test_names_and_capabilities_are_enough_for_a_device_without_streams() -> None:
+    ids = [id_ for id_, each in all_requirements().items() if each.tier <= 2 or id_ in ("OVL-1", "OVL-6", "HOOK-1")]
+    results = try_requirements(
+        [all_requirements()[id_] for id_ in ids], adapter="plain_adapter:PlainAdapter", num_ranks=2
+    )
+    assert [result.id for result in results] == ids, results[0].reason
+    assert {result.outcome for result in results} == {"passed"}, results
 
 
 def test_the_page_shows_the_example_as_it_is() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import cast
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Backend, PrefixStore, Store, _DistributedBackendOptions
 
-from zerolap.lane import HostSide, Lane, Side
+from zerolap.lane import HostSide, Lane, Side, ThreadLane
 from zerolap.parts import Parts
 from zerolap.pending import Pending
 from zerolap.plan import GroupRank
@@ -53,10 +52,11 @@ class GroupSpec:
         return len(self.global_ranks)
 
 
-class Adapter(ABC):
-    """What core needs of a backend. Under ten verbs; most come with this class.
+class Adapter:
+    """What core needs of a backend: names and capabilities, which an adapter states, and verbs, which it may do better.
 
-    Collectives are started by one thread per group, in the same order on every rank, on contiguous tensors.
+    As it stands this is an adapter for a device without streams. Collectives are started by one thread per group, in the same
+    order on every rank, on contiguous tensors.
     """
 
     name: str
@@ -64,9 +64,11 @@ class Adapter(ABC):
     backend: str  # what init_process_group() is told for this device
     capabilities: Capabilities
 
-    @abstractmethod
     def why_unavailable(self) -> str | None:
         """Why this process cannot use the device, in words; None if it can."""
+        if not dist.is_available() or not dist.is_backend_available(self.backend):
+            return f"torch.distributed has no backend {self.backend!r}"
+        return None
 
     def is_available(self) -> bool:
         """Whether this process can use the device; never raises."""
@@ -79,15 +81,15 @@ class Adapter(ABC):
         """Advice about this process's environment, one sentence each; nothing if all is well."""
         return []
 
-    @abstractmethod
     def lane(self, name: str, *, device: torch.device) -> Lane:
         """A new ordered place to run shard updates and start collectives."""
+        return ThreadLane(name)
 
     def side(self, device: torch.device) -> Side:
         """A new ordered place to start collectives of one kind."""
         return HostSide()
 
-    def check_group(self, group: dist.ProcessGroup) -> None:  # noqa: B027 - most can work beside any
+    def check_group(self, group: dist.ProcessGroup) -> None:
         """Refuse, with a ValueError, a process group that this adapter cannot work beside."""
 
     def open_group(self, like: dist.ProcessGroup, *, name: str) -> dist.ProcessGroup:
@@ -113,7 +115,12 @@ class Adapter(ABC):
 
     def make_backend(self, spec: GroupSpec) -> Backend:
         """What does the communicating in a group; here, one that was registered with torch under the adapter's name for it."""
-        plugin = dist.Backend._plugins[self.backend.upper()]
+        plugin = dist.Backend._plugins.get(self.backend.upper())
+        if plugin is None:
+            raise LookupError(
+                f"no backend {self.backend!r} was registered with torch.distributed.Backend.register_backend(); an adapter of "
+                "one that is built into torch overrides make_backend()"
+            )
         if not plugin.extended_api:
             return cast(Backend, plugin.creator_fn(spec.store, spec.rank, spec.size, spec.timeout))
         options = _DistributedBackendOptions()
@@ -143,7 +150,7 @@ class Adapter(ABC):
         """The time from one moment to another."""
         return cast(float, end) - cast(float, start)
 
-    def close_group(self, group: dist.ProcessGroup) -> None:  # noqa: B027 - most have taken nothing
+    def close_group(self, group: dist.ProcessGroup) -> None:
         """Give up what ``open_group`` has taken beyond the group object itself."""
 
     def all_reduce(
@@ -156,14 +163,20 @@ class Adapter(ABC):
         """Copy ``tensor`` from the group's rank ``src`` to all others, in place."""
         return Pending([group.broadcast(tensor, root=src)], tensors=(tensor,), what=what)
 
-    @abstractmethod
     def reduce_scatter(self, parts: Parts, *, into: Tensor, group: dist.ProcessGroup, tag: int, what: str) -> Pending:
         """Sum what every rank has as the part of this rank, always in the same order, and leave it in ``into``.
 
         The r-th part is meant for rank r and is not changed. Collectives of one group that are under way at once have
         different tags.
         """
+        me = group.rank()
+        # Of a copy: what is reduced is overwritten on the way. One reduction for each rank's part is what every backend has.
+        sent = [into.copy_(part) if rank == me else part.clone() for rank, part in enumerate(parts.tensors)]
+        works = [group.reduce(part, root=rank) for rank, part in enumerate(sent) if part.numel()]
+        return Pending(works, tensors=(sent, into), what=what, sent_bytes=parts.nbytes - into.nbytes)
 
-    @abstractmethod
     def all_gather(self, parts: Parts, *, group: dist.ProcessGroup, tag: int, what: str) -> Pending:
         """Send this rank's part to all others and fill in theirs."""
+        works = [group.broadcast(part, root=rank) for rank, part in enumerate(parts.tensors) if part.numel()]
+        sent_bytes = parts.tensors[group.rank()].nbytes * (group.size() - 1)
+        return Pending(works, tensors=(parts,), what=what, sent_bytes=sent_bytes)

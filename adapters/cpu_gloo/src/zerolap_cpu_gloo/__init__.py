@@ -41,9 +41,6 @@ class CpuGlooAdapter(Adapter):
     def why_unavailable(self) -> str | None:
         return None if dist.is_available() and dist.is_gloo_available() else "this torch was built without Gloo"
 
-    def lane(self, name: str, *, device: torch.device) -> Lane:
-        return ThreadLane(name)
-
     def make_backend(self, spec: GroupSpec) -> Backend:
         return dist.ProcessGroupGloo(spec.store, spec.rank, spec.size, spec.timeout)
 
