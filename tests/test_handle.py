@@ -118,6 +118,25 @@ def test_ddp_averages_gradients_again_after_detaching() -> None:
     run_ranks(2, _back_to_ddp)
 
 
+class FailsOnce(torch.optim.AdamW):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        raise ArithmeticError("deliberate")
+
+
+def _detach_after_failure() -> None:
+    ddp = DDP(Mlp(), bucket_cap_mb=0.004)
+    zero = zerolap.ZeroRedundancyOptimizer(ddp.parameters(), FailsOnce, overlap_with_ddp=True, **ADAMW)
+    handle = zerolap.attach(ddp, zero)
+    with pytest.raises(RuntimeError, match="deliberate"):
+        backward(ddp, next(batches(1)))
+    handle.detach()
+    assert not handle.is_attached
+
+
+def test_what_has_failed_can_be_detached() -> None:
+    run_ranks(2, _detach_after_failure)
+
+
 def _num_open() -> tuple[int, int]:
     gc.collect()
     threads = sum(thread.name.startswith("zerolap") for thread in threading.enumerate())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal, TypeVar
@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from zerolap.adapter import Adapter
 from zerolap.hooks import Hook, agreement_of, guarded, meet
-from zerolap.machine import Gather, Phase, Schedule
+from zerolap.machine import Gather, Schedule
 from zerolap.native import NativeEngine, Precision
 from zerolap.optimizer import ZeroRedundancyOptimizer
 from zerolap.shards import WITH_FUSED
@@ -74,11 +74,16 @@ class Handle:
         Parameters and optimizer states stay as they are, for ``consolidate_state_dict`` or another ``attach`` of the same
         optimizer. Called by all ranks, between two iterations. Harmless when called twice, or after a failure.
         """
-        if self.is_attached:
-            if self._engine.phase is not Phase.FAILED:
+        if not self.is_attached:
+            return
+        has_failed = self._engine.has_failed
+        try:
+            if not has_failed:
                 self.finish()
+        finally:
             self._optimizer._engine = None
-            self._undo()
+            with suppress(Exception) if has_failed else nullcontext():  # what is broken cannot be closed in order
+                self._undo()
 
     @contextmanager
     def trace(self) -> Iterator[Trace]:

@@ -230,6 +230,10 @@ class Engine(ABC):
         """Plan anew at the end of the next backward: the optimizer's parameters have changed."""
         self._layout = []
 
+    @property
+    def has_failed(self) -> bool:
+        return self._failure is not None
+
     def raise_if_failed(self) -> None:
         if self._failure is not None:
             self._machine.failed()

@@ -182,6 +182,7 @@ class StreamAdapter(Adapter):
             )
 
     def close_group(self, group: dist.ProcessGroup) -> None:
+        self.synchronize()  # what is under way needs the group, and the host has not waited for any of it
         group.shutdown()
 
     def moment(self) -> Moment:
