@@ -201,11 +201,12 @@ class Engine(ABC):
         if self.trace is not None:
             self.trace.mark("ready", index)
         try:
-            actions = self._machine.bucket_ready(index, is_last=bucket.is_last(), is_known=self._is_known(bucket))
-            if Action(Verb.RECORD, index) in actions:
+            is_last, is_known = bucket.is_last(), self._is_known(index, bucket)
+            actions = self._machine.bucket_ready(index, is_last=is_last, is_known=is_known)
+            if not is_known:
                 self._record(bucket)
-            self._arrive(bucket)
-            if bucket.is_last():
+            self._arrive(index, bucket)
+            if is_last:
                 self._refuse_thawed()
                 self._watch_gradients()
             if self._machine.phase is Phase.LAYOUT_SEEN:
@@ -278,9 +279,8 @@ class Engine(ABC):
 
     # --- on backward's thread -----------------------------------------------------------------------------------------
 
-    def _is_known(self, bucket: GradBucket) -> bool:
+    def _is_known(self, index: int, bucket: GradBucket) -> bool:
         """Whether this is the very bucket the plan was made for; a rank that joined early gets new ones every time."""
-        index = bucket.index()
         return (
             self._machine.phase is not Phase.DDP_HAS_REBUILT_BUCKETS
             and index < len(self._layout)
@@ -303,8 +303,7 @@ class Engine(ABC):
         indices, params, offsets = zip(*held, strict=True) if held else ((), (), ())
         self._recording.append(Recorded(buffer=buffer, indices=indices, params=params, offsets=offsets))
 
-    def _arrive(self, bucket: GradBucket) -> None:
-        index = bucket.index()
+    def _arrive(self, index: int, bucket: GradBucket) -> None:
         if index == 0:
             self._arrivals = []  # what a skipped step() has left behind
         recorded = (self._recording or self._layout)[index]

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum, auto
+from functools import cache
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
@@ -49,7 +50,13 @@ class Agreement(Enum):
     ALWAYS = auto()  # DDP looks for unused parameters in every forward
 
 
-class Phase(Enum):
+class _Named(Enum):
+    """Members are looked up for every bucket, and an Enum's own hash is a function of Python's; there is one of each anyway."""
+
+    __hash__ = object.__hash__
+
+
+class Phase(_Named):
     """Where the machine stands between two events."""
 
     UNINITIALIZED = auto()  # at the start: no layout has been seen whole
@@ -61,7 +68,7 @@ class Phase(Enum):
     FAILED = auto()  # something broke: the parameters of the ranks may differ, nothing may go on
 
 
-class Event(Enum):
+class Event(_Named):
     """What the machine is told."""
 
     BUCKET = auto()  # a bucket that fits the plan is ready, others follow
@@ -74,7 +81,7 @@ class Event(Enum):
     FAILURE = auto()  # an action failed
 
 
-class Verb(Enum):
+class Verb(_Named):
     """What the machine asks for. The engine knows how."""
 
     RECORD = auto()  # remember what this bucket holds
@@ -95,7 +102,7 @@ class Action(NamedTuple):
     bucket: int | None = None
 
 
-class _Do(Enum):
+class _Do(_Named):
     """The table's shorthand for groups of actions."""
 
     RECORD = auto()
@@ -214,6 +221,7 @@ class Machine:
         self._agreement = agreement
         self._table = TABLES[schedule]
         self._at = _Position()
+        self._expand = cache(self._expand_anew)  # the same few, in every backward
 
     @property
     def phase(self) -> Phase:
@@ -262,7 +270,7 @@ class Machine:
         self._at = _Position(transition.to, num_seen, num_updated, has_new_layout)
         return actions
 
-    def _expand(
+    def _expand_anew(
         self, do: tuple[_Do, ...], num_seen: int, num_updated: int, has_new_layout: bool
     ) -> tuple[tuple[Action, ...], int]:
         this, updated = num_seen - 1, num_updated

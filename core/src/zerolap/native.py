@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -47,6 +48,18 @@ class Precision:
         return param.to(torch.float32 if param.itemsize < 4 else param.dtype, copy=True)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Scatter:
+    """What the reduce-scatter of one bucket needs, made once for as long as the bucket stays."""
+
+    recorded: Recorded
+    bounds: list[int]
+    parts: Parts
+    into: Tensor
+    is_cast: bool
+    is_scaled_before: bool  # a sum of halves may overflow, and tiny ones vanish: as DDP does it
+
+
 class _ScatteredReduction:
     """A reduce-scatter under way, and the mean that is made of its sum."""
 
@@ -75,7 +88,8 @@ class NativeEngine(Engine):
         self._cut = cut
         self._bounds: dict[tuple[int, ...], list[int]] = {}  # by what a bucket holds
         self._memory: dict[tuple[int, ...], Tensor] = {}
-        self._reduce_parts: dict[int, Parts] = {}  # of each bucket's gradients; by backward's thread
+        self._scatters: dict[int, _Scatter] = {}  # by bucket; by backward's thread
+        self._scale = 1 / book.world_size
         self._gather_parts: list[Parts] = []  # of each bucket's parameters; by the lane
         self.sent_bytes = 0
         self.num_updates = 0
@@ -85,11 +99,20 @@ class NativeEngine(Engine):
         known = {tuple(slot.param for slot in bucket) for bucket in layout}
         self._bounds = {key: value for key, value in self._bounds.items() if key in known}
         self._memory = {key: value for key, value in self._memory.items() if key in known}
-        self._reduce_parts = {}
+        self._scatters = {}
         return make_plan(layout, world_size=self._book.world_size, policy=Policy.BY_ELEMENT, cut=self._cut)
 
     def _start_reduce(self, recorded: Recorded, bucket: GradBucket) -> Reduction:
         self.is_unscaled, self._divisor = False, None  # a step that was skipped may have left one
+        index = bucket.index()
+        scatter = self._scatters.get(index)
+        if scatter is None or scatter.recorded is not recorded:
+            self._scatters[index] = scatter = self._make_scatter(recorded)
+        pending = self._reduce_side.start(partial(self._start_scatter, scatter, index))
+        self.sent_bytes += pending.sent_bytes
+        return _ScatteredReduction(pending, scatter.into, 1.0 if scatter.is_scaled_before else self._scale)
+
+    def _make_scatter(self, recorded: Recorded) -> _Scatter:
         key, rank = recorded.indices, self._book.rank
         if key not in self._bounds:
             # Equal ranges depend on nothing but the bucket, so even a layout that is new is reduced as it comes.
@@ -97,29 +120,24 @@ class NativeEngine(Engine):
             self._bounds[key] = bounds = planned.bounds()
             mine = recorded.buffer[bounds[rank] : bounds[rank + 1]]
             self._memory[key] = torch.empty_like(mine, dtype=self._precision.reduce_dtype or mine.dtype)
-        bounds, into = self._bounds[key], self._memory[key]
-        # A sum of halves may overflow, and tiny ones vanish: they are scaled before, as DDP does it.
-        is_scaled_before = into.dtype is torch.float16
-        scale = 1 / self._book.world_size
+        into = self._memory[key]
+        return _Scatter(
+            recorded=recorded,
+            bounds=self._bounds[key],
+            parts=Parts.cut(recorded.buffer, self._bounds[key]),
+            into=into,
+            is_cast=into.dtype is not recorded.buffer.dtype,
+            is_scaled_before=into.dtype is torch.float16,
+        )
 
-        def start() -> Pending:
-            parts = self._parts_of(bucket_index, recorded.buffer, bounds)
-            if is_scaled_before or parts.tensors[0].dtype is not into.dtype:
-                memory = recorded.buffer.to(into.dtype)
-                parts = Parts.cut(memory * scale if is_scaled_before else memory, bounds)
-            what = f"reduce-scatter of {len(parts.tensors)} parts"
-            return self._adapter.reduce_scatter(parts, into=into, group=self._reduce_group, tag=bucket_index, what=what)
-
-        bucket_index = bucket.index()
-        pending = self._reduce_side.start(start)
-        self.sent_bytes += pending.sent_bytes
-        return _ScatteredReduction(pending, into, 1.0 if is_scaled_before else scale)
-
-    def _parts_of(self, index: int, buffer: Tensor, bounds: list[int]) -> Parts:
-        known = self._reduce_parts.get(index)
-        if known is None or known.whole is not buffer:
-            self._reduce_parts[index] = known = Parts.cut(buffer, bounds)
-        return known
+    def _start_scatter(self, scatter: _Scatter, index: int) -> Pending:
+        parts = scatter.parts
+        if scatter.is_cast or scatter.is_scaled_before:
+            memory = scatter.recorded.buffer.to(scatter.into.dtype)
+            parts = Parts.cut(memory * self._scale if scatter.is_scaled_before else memory, scatter.bounds)
+        return self._adapter.reduce_scatter(
+            parts, into=scatter.into, group=self._reduce_group, tag=index, what="reduce-scatter of gradients"
+        )
 
     def _make_ranges(self, recorded: Recorded) -> list[EqualRanges]:
         plan = make_plan((recorded.slots,), world_size=self._book.world_size, policy=Policy.BY_ELEMENT, cut=self._cut)
