@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch.utils import cpp_extension
 
 MODULE = "zerolap_sim._extension"
 _SOURCES = Path(__file__).parent / "csrc"
@@ -30,6 +29,8 @@ class BuildError(RuntimeError):
 
 
 def _compile_flags() -> list[str]:
+    from torch.utils import cpp_extension  # brings distutils along, which whoever only lists adapters does not want
+
     includes = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
     return [
         "-std=c++20",
@@ -44,6 +45,8 @@ def _compile_flags() -> list[str]:
 
 
 def _link_flags() -> list[str]:
+    from torch.utils import cpp_extension
+
     folders = [path for path in cpp_extension.library_paths() if Path(path).is_dir()]
     return ["-shared", *(f"-L{path}" for path in folders), "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
 
