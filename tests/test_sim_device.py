@@ -678,17 +678,21 @@ def test_what_one_thread_learned_reaches_another_only_by_a_visible_hand_over() -
 
 
 class _Waiter(threading.Thread):
-    """A thread, with a run() of its own, that does nothing but wait for a stream."""
+    """A thread, with a run() of its own, that waits for a stream between two bare locks, which the checker does not see."""
 
     def __init__(self, stream: torch.Stream) -> None:
         super().__init__()
-        self.stream = stream
+        self.stream, self.gate, self.done = stream, threading.Lock(), threading.Lock()
+        self.gate.acquire()
+        self.done.acquire()
 
     def run(self) -> None:
+        self.gate.acquire()  # nothing is learned before start() has returned
         self.stream.synchronize()
+        self.done.release()
 
 
-def _join_a_waiter() -> None:
+def _join_a_waiter(joins: bool) -> None:
     side = torch.Stream(device=DEVICE)
     x = torch.zeros(4, device=DEVICE)
     torch.accelerator.synchronize()
@@ -696,13 +700,18 @@ def _join_a_waiter() -> None:
         x.mul_(2)
     waiter = _Waiter(side)
     waiter.start()
-    waiter.join()
+    waiter.gate.release()
+    waiter.done.acquire()
+    if joins:
+        waiter.join()
     x.exp()
     torch.accelerator.synchronize()
 
 
 def test_joining_a_thread_teaches_what_it_learned() -> None:
-    run(_join_a_waiter)
+    run(_join_a_waiter, True)
+    reports = reports_of(_join_a_waiter, False)
+    assert len(reports) == 1, reports
 
 
 def _sync_in_backward() -> None:
