@@ -92,7 +92,7 @@ class device_of(device):  # noqa: N801 - as above
         super().__init__(tensor.device.index if tensor.device.type == _type() else None)
 
 
-def Event(enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> torch.Event:  # noqa: N802
+def Event(enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> torch.Event:  # noqa: N802 - as torch.cuda.Event is
     """A ``torch.Event`` of this device; not a subclass, because ``elapsed_time`` refuses those."""
     return torch.Event(torch.device(_type()), enable_timing=enable_timing)
 

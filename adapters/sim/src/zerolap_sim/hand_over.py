@@ -37,18 +37,18 @@ def watch_conditions() -> None:
     bootstrap, join = thread._bootstrap_inner, thread.join  # run() is overridden by subclasses, this is not
 
     @functools.wraps(make)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - it takes the place of the method
         make(self, *args, **kwargs)
         _of(self).give()
 
     @functools.wraps(enter)
-    def __enter__(self: Any) -> Any:  # noqa: N807
+    def __enter__(self: Any) -> Any:  # noqa: N807 - it takes the place of the method
         result = enter(self)
         _of(self).take()
         return result
 
     @functools.wraps(leave)
-    def __exit__(self: Any, *error: Any) -> Any:  # noqa: N807
+    def __exit__(self: Any, *error: Any) -> Any:  # noqa: N807 - it takes the place of the method
         _of(self).give()
         return leave(self, *error)
 

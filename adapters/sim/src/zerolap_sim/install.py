@@ -68,7 +68,7 @@ def install(name: str = "sim", backend: str = "simccl", *, num_devices: int | No
         backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
         from zerolap_sim import device, hand_over
 
-        torch._register_device_module(name, device)  # type: ignore[no-untyped-call]
+        torch._register_device_module(name, device)  # type: ignore[no-untyped-call]  # torch gives it no types
         dist.Backend.register_backend(backend, make_backend, devices=[name])
         hand_over.watch_conditions()
         _installed = (name, backend)
