@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import zerolap
 from training import HOOK_MAKERS, Mlp, assert_same_params, batches, iterate, overlapped, pair
@@ -108,6 +109,36 @@ def _odd_optimizer() -> None:
 
 def test_a_users_own_class_with_state_everywhere_is_bitwise_the_plain_one() -> None:
     run_ranks(2, _odd_optimizer)
+
+
+class HookedSgd(torch.optim.SGD):
+    """A class that hooks its own step()."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr, foreach=True)
+        self.register_step_pre_hook(_halve_rate)
+
+
+def _halve_rate(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = group["lr"] / 2
+
+
+def _hooks_of_step() -> None:
+    ours, oracle = pair(Mlp, bucket_cap_mb=0.0005)
+    _compare(HookedSgd, {"lr": 0.1}, ours, oracle, _all_params, HOOK_MAKERS[0])
+    called: list[Optimizer] = []
+    ours, _ = pair(Mlp, bucket_cap_mb=0.0005)
+    hook = register_optimizer_step_post_hook(lambda optimizer, args, kwargs: called.append(optimizer))
+    zero = overlapped(ours, ours.parameters(), torch.optim.SGD, hook_maker=HOOK_MAKERS[0], lr=0.1)
+    for x in batches(3):
+        iterate(ours, zero, x)
+    hook.remove()
+    assert called == [zero] * 3
+
+
+def test_hooks_of_step_are_called_as_with_a_plain_optimizer() -> None:
+    run_ranks(2, _hooks_of_step)
 
 
 def _refuse(overlap: bool) -> list[str]:

@@ -70,7 +70,7 @@ class Recorded:
         return tuple(Slot(index, param.numel()) for index, param in zip(self.indices, self.params, strict=True))
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class Arrival:
     """A bucket of the backward at hand. ``reduced`` is set by the lane once the reduction is done."""
 
@@ -165,7 +165,7 @@ class Engine(ABC):
         """Who owns what of a layout."""
 
     @abstractmethod
-    def _start_reduce(self, recorded: Recorded, bucket: GradBucket) -> Reduction:
+    def _start_reduce(self, index: int, recorded: Recorded, bucket: GradBucket) -> Reduction:
         """Start reducing a bucket; on backward's thread."""
 
     @abstractmethod
@@ -197,7 +197,8 @@ class Engine(ABC):
     def on_bucket(self, bucket: GradBucket) -> Future[Tensor]:
         """Take a bucket from DDP. The future gives its gradients; the last one also means that backward's part is done."""
         index = bucket.index()
-        self.raise_if_failed()
+        if self._failure is not None:
+            self.raise_if_failed()
         if self.trace is not None:
             self.trace.mark("ready", index)
         try:
@@ -205,7 +206,7 @@ class Engine(ABC):
             actions = self._machine.bucket_ready(index, is_last=is_last, is_known=is_known)
             if not is_known:
                 self._record(bucket)
-            self._arrive(index, bucket)
+            arrival = self._arrive(index, bucket)
             if is_last:
                 self._refuse_thawed()
                 self._watch_gradients()
@@ -213,7 +214,6 @@ class Engine(ABC):
                 actions += self._close_recording()
         except Exception as error:
             raise self._fail(error, f"bucket {index}") from error
-        arrival = self._arrivals[index]
         return self._lane.submit(partial(self._do_for_bucket, actions, arrival))
 
     def step_called(self) -> None:
@@ -303,14 +303,15 @@ class Engine(ABC):
         indices, params, offsets = zip(*held, strict=True) if held else ((), (), ())
         self._recording.append(Recorded(buffer=buffer, indices=indices, params=params, offsets=offsets))
 
-    def _arrive(self, index: int, bucket: GradBucket) -> None:
+    def _arrive(self, index: int, bucket: GradBucket) -> Arrival:
         if index == 0:
             self._arrivals = []  # what a skipped step() has left behind
         recorded = (self._recording or self._layout)[index]
         # Read now: once the bucket is reduced DDP gives a gradient to parameters that only other ranks used.
         used = None if self._agreement is Agreement.NEVER else [param.grad is not None for param in recorded.params]
-        reduction = self._start_reduce(recorded, bucket)
-        self._arrivals.append(Arrival(recorded=recorded, reduction=reduction, used=used))
+        arrival = Arrival(recorded, self._start_reduce(index, recorded, bucket), used)
+        self._arrivals.append(arrival)
+        return arrival
 
     def _close_recording(self) -> tuple[Action, ...]:
         recording, self._recording = self._recording, []
@@ -419,7 +420,8 @@ class Engine(ABC):
         if installed.shard is None:
             return
         assert arrival.reduced is not None, "a bucket is reduced before it is stepped"
-        self._wait_for_bucket(index)  # of the last update: it reads the memory that is about to be written
+        if self._gathers:
+            self._wait_for_bucket(index)  # of the last update: it reads the memory that is about to be written
         installed.shard.set_grads(arrival.reduced, installed.used)
         self._step_local(installed.shard.local)
 
@@ -439,8 +441,9 @@ class Engine(ABC):
                 "move the model before it is wrapped in DDP and load into it by copy_ or load_state_dict"
             )
         if self._book.world_size > 1:
-            self._wait_for_bucket(index)
-            self._gathers[index] = self._gather_side.start(lambda: self._start_gather(index, installed))
+            if self._gathers:
+                self._wait_for_bucket(index)
+            self._gathers[index] = self._start_gather(index, installed)
 
     def _finish_gathers(self) -> None:
         self.wait_for_params()
@@ -512,7 +515,7 @@ class HookEngine(Engine):
     def _make_plan(self, layout: Layout) -> Plan:
         return make_plan(layout, world_size=self._book.world_size, policy=self._policy)
 
-    def _start_reduce(self, recorded: Recorded, bucket: GradBucket) -> Reduction:
+    def _start_reduce(self, index: int, recorded: Recorded, bucket: GradBucket) -> Reduction:
         return Waiter(self._reduce(bucket))
 
     def _gradients(self, arrival: Arrival) -> Tensor:
@@ -530,6 +533,9 @@ class HookEngine(Engine):
         return BucketShard(stand_ins=list(stand_ins.values()), slots=slots, local=self._book.make_local(stand_ins))
 
     def _start_gather(self, index: int, installed: Installed) -> Pending:
+        return self._gather_side.start(partial(self._start_broadcasts, index, installed))
+
+    def _start_broadcasts(self, index: int, installed: Installed) -> Pending:
         pending, first = [], 0
         for owner, pieces in installed.planned.segments():
             part = installed.flat.slice(first, first + len(pieces))

@@ -40,14 +40,6 @@ class Lane(Protocol):
         """Run nothing more once what was submitted has run."""
 
 
-def without_grad() -> AbstractContextManager[object]:
-    """no_grad(), at no cost where it is so already, as in a hook of a backward."""
-    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
-
-
-_NOTHING: AbstractContextManager[None] = nullcontext()
-
-
 class Side(Protocol):
     """Where collectives are started, in order, beside whatever the caller goes on to do."""
 

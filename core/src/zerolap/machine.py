@@ -221,7 +221,7 @@ class Machine:
         self._agreement = agreement
         self._table = TABLES[schedule]
         self._at = _Position()
-        self._expand = cache(self._expand_anew)  # the same few, in every backward
+        self._next = cache(self._next_anew)  # the same few, in every backward
 
     @property
     def phase(self) -> Phase:
@@ -234,11 +234,6 @@ class Machine:
 
     def bucket_ready(self, index: int, *, is_last: bool, is_known: bool) -> tuple[Action, ...]:
         """A bucket's gradients are computed. Buckets come in order, from 0 on, as DDP launches them."""
-        if index != self.next_bucket:
-            raise IllegalEventError(
-                f"bucket {index} is ready where bucket {self.next_bucket} was expected (phase {self.phase.name}): "
-                "the previous backward did not finish, or two backwards run at once"
-            )
         if is_known:
             return self._feed(Event.LAST_BUCKET if is_last else Event.BUCKET, index)
         return self._feed(Event.LAST_UNKNOWN_BUCKET if is_last else Event.UNKNOWN_BUCKET, index)
@@ -256,7 +251,16 @@ class Machine:
         self._feed(Event.FAILURE)
 
     def _feed(self, event: Event, index: int | None = None) -> tuple[Action, ...]:
-        at, row = self._at, self._table[self._at.phase]
+        self._at, actions = self._next(self._at, event, index)
+        return actions
+
+    def _next_anew(self, at: _Position, event: Event, index: int | None) -> tuple[_Position, tuple[Action, ...]]:
+        if index is not None and index != self.next_bucket:
+            raise IllegalEventError(
+                f"bucket {index} is ready where bucket {self.next_bucket} was expected (phase {at.phase.name}): "
+                "the previous backward did not finish, or two backwards run at once"
+            )
+        row = self._table[at.phase]
         transition = row.get(event)
         if transition is None:
             raise IllegalEventError(
@@ -267,10 +271,9 @@ class Machine:
         has_new_layout = at.has_new_layout or event is Event.LAYOUT_CHANGED
         actions, num_updated = self._expand(transition.do, num_seen, num_updated, has_new_layout)
         has_new_layout = has_new_layout and Action(Verb.FINISH) not in actions
-        self._at = _Position(transition.to, num_seen, num_updated, has_new_layout)
-        return actions
+        return _Position(transition.to, num_seen, num_updated, has_new_layout), actions
 
-    def _expand_anew(
+    def _expand(
         self, do: tuple[_Do, ...], num_seen: int, num_updated: int, has_new_layout: bool
     ) -> tuple[tuple[Action, ...], int]:
         this, updated = num_seen - 1, num_updated

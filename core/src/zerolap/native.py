@@ -7,10 +7,8 @@ range only, in flat memory that is kept between steps, and nobody else ever sees
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -48,30 +46,66 @@ class Precision:
         return param.to(torch.float32 if param.itemsize < 4 else param.dtype, copy=True)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Scatter:
-    """What the reduce-scatter of one bucket needs, made once for as long as the bucket stays."""
+    """The reduction of one bucket by reduce-scatter, made once for as long as the bucket stays."""
 
-    recorded: Recorded
-    bounds: list[int]
-    parts: Parts
-    into: Tensor
-    is_cast: bool
-    is_scaled_before: bool  # a sum of halves may overflow, and tiny ones vanish: as DDP does it
-
-
-class _ScatteredReduction:
-    """A reduce-scatter under way, and the mean that is made of its sum."""
-
-    def __init__(self, pending: Pending, into: Tensor, scale: float) -> None:
-        self._pending = pending
+    def __init__(
+        self,
+        recorded: Recorded,
+        bounds: list[int],
+        into: Tensor,
+        scale: float,
+        start: Callable[[Parts, Tensor], Pending],
+    ) -> None:
+        self.recorded = recorded
+        self._bounds = bounds
+        self._parts = Parts.cut(recorded.buffer, bounds)
         self._into = into
+        self._is_cast = into.dtype is not recorded.buffer.dtype
         self._scale = scale
+        self._is_scaled_before = into.dtype is torch.float16  # a sum of halves may overflow: as DDP does it
+        self._start = start
+        self.pending: Pending | None = None  # the one under way
+
+    def start(self) -> Pending:
+        parts = self._parts
+        if self._is_cast or self._is_scaled_before:
+            memory = self.recorded.buffer.to(self._into.dtype)
+            parts = Parts.cut(memory * self._scale if self._is_scaled_before else memory, self._bounds)
+        return self._start(parts, self._into)
 
     def wait(self, timeout: float) -> Tensor:
-        # The group's own timeout ends this wait.
-        self._pending.wait()
-        return self._into.mul_(self._scale) if self._scale != 1 else self._into
+        assert self.pending is not None, "a reduction is started before it is waited for"
+        self.pending.wait()  # the group's own timeout ends this
+        self.pending = None
+        return self._into if self._is_scaled_before or self._scale == 1 else self._into.mul_(self._scale)
+
+
+class _Gather:
+    """The all-gather of one bucket, made once for as long as the bucket is installed."""
+
+    def __init__(
+        self, buffer: Tensor, ends: list[int], dtype: torch.dtype | None, start: Callable[[Parts], Pending]
+    ) -> None:
+        self._buffer = buffer
+        self._ends = ends
+        self._parts = Parts.cut(buffer, ends)
+        self._dtype = dtype if dtype is not buffer.dtype else None
+        self._start = start
+
+    def start(self) -> Pending:
+        if self._dtype is None:
+            return self._start(self._parts)
+        wire = self._buffer.to(self._dtype)
+        pending = self._start(Parts.cut(wire, self._ends))
+        # Our own part as well: every rank must have the rounded value.
+        return Pending(
+            [pending],
+            tensors=(wire,),
+            what="",  # the one inside says what failed
+            sent_bytes=pending.sent_bytes,
+            finish=lambda: _copy(self._buffer, wire),
+        )
 
 
 class NativeEngine(Engine):
@@ -90,7 +124,7 @@ class NativeEngine(Engine):
         self._memory: dict[tuple[int, ...], Tensor] = {}
         self._scatters: dict[int, _Scatter] = {}  # by bucket; by backward's thread
         self._scale = 1 / book.world_size
-        self._gather_parts: list[Parts] = []  # of each bucket's parameters; by the lane
+        self._all_gathers: list[_Gather] = []  # by bucket; by the lane
         self.sent_bytes = 0
         self.num_updates = 0
         self.is_unscaled = False  # the gradients at hand, by a GradScaler that knows shards
@@ -102,17 +136,16 @@ class NativeEngine(Engine):
         self._scatters = {}
         return make_plan(layout, world_size=self._book.world_size, policy=Policy.BY_ELEMENT, cut=self._cut)
 
-    def _start_reduce(self, recorded: Recorded, bucket: GradBucket) -> Reduction:
+    def _start_reduce(self, index: int, recorded: Recorded, bucket: GradBucket) -> Reduction:
         self.is_unscaled, self._divisor = False, None  # a step that was skipped may have left one
-        index = bucket.index()
         scatter = self._scatters.get(index)
         if scatter is None or scatter.recorded is not recorded:
-            self._scatters[index] = scatter = self._make_scatter(recorded)
-        pending = self._reduce_side.start(partial(self._start_scatter, scatter, index))
+            self._scatters[index] = scatter = self._make_scatter(index, recorded)
+        scatter.pending = pending = self._reduce_side.start(scatter.start)
         self.sent_bytes += pending.sent_bytes
-        return _ScatteredReduction(pending, scatter.into, 1.0 if scatter.is_scaled_before else self._scale)
+        return scatter
 
-    def _make_scatter(self, recorded: Recorded) -> _Scatter:
+    def _make_scatter(self, index: int, recorded: Recorded) -> _Scatter:
         key, rank = recorded.indices, self._book.rank
         if key not in self._bounds:
             # Equal ranges depend on nothing but the bucket, so even a layout that is new is reduced as it comes.
@@ -120,24 +153,12 @@ class NativeEngine(Engine):
             self._bounds[key] = bounds = planned.bounds()
             mine = recorded.buffer[bounds[rank] : bounds[rank + 1]]
             self._memory[key] = torch.empty_like(mine, dtype=self._precision.reduce_dtype or mine.dtype)
-        into = self._memory[key]
-        return _Scatter(
-            recorded=recorded,
-            bounds=self._bounds[key],
-            parts=Parts.cut(recorded.buffer, self._bounds[key]),
-            into=into,
-            is_cast=into.dtype is not recorded.buffer.dtype,
-            is_scaled_before=into.dtype is torch.float16,
-        )
+        adapter, group = self._adapter, self._reduce_group
 
-    def _start_scatter(self, scatter: _Scatter, index: int) -> Pending:
-        parts = scatter.parts
-        if scatter.is_cast or scatter.is_scaled_before:
-            memory = scatter.recorded.buffer.to(scatter.into.dtype)
-            parts = Parts.cut(memory * self._scale if scatter.is_scaled_before else memory, scatter.bounds)
-        return self._adapter.reduce_scatter(
-            parts, into=scatter.into, group=self._reduce_group, tag=index, what="reduce-scatter of gradients"
-        )
+        def start(parts: Parts, into: Tensor) -> Pending:
+            return adapter.reduce_scatter(parts, into=into, group=group, tag=index, what="reduce-scatter of gradients")
+
+        return _Scatter(recorded, self._bounds[key], self._memory[key], self._scale, start)
 
     def _make_ranges(self, recorded: Recorded) -> list[EqualRanges]:
         plan = make_plan((recorded.slots,), world_size=self._book.world_size, policy=Policy.BY_ELEMENT, cut=self._cut)
@@ -168,25 +189,25 @@ class NativeEngine(Engine):
         return BucketShard(stand_ins=list(stand_ins.values()), slots=slots, local=local)
 
     def _start_gather(self, index: int, installed: Installed) -> Pending:
-        buffer, parts, dtype = installed.flat.buffer, self._gather_parts[index], self._precision.gather_dtype
-        wire = buffer
-        if dtype not in (None, buffer.dtype):
-            wire = buffer.to(dtype)
-            parts = Parts.cut(wire, list(accumulate((part.numel() for part in parts.tensors), initial=0)))
-        what = f"{self._me}, bucket {index}: all-gather of updated parameters"
-        pending = self._adapter.all_gather(parts, group=self._group, tag=index, what=what)
+        pending = self._gather_side.start(self._all_gathers[index].start)
         self.sent_bytes += pending.sent_bytes
-        if wire is buffer:
-            return pending
-        # Our own part as well: every rank must have the rounded value.
-        return Pending([pending], tensors=(wire,), what=what, finish=lambda: _copy(buffer, wire))
+        return pending
 
     def _install(self) -> None:
         super()._install()
-        self._gather_parts = [
-            Parts.cut(installed.flat.buffer, installed.flat.positions(self._bounds[recorded.indices]))
-            for installed, recorded in zip(self._installed, self._layout, strict=True)
+        self._all_gathers = [
+            self._make_gather(index, installed.flat, self._bounds[recorded.indices])
+            for index, (installed, recorded) in enumerate(zip(self._installed, self._layout, strict=True))
         ]
+
+    def _make_gather(self, index: int, flat: FlatParams, bounds: list[int]) -> _Gather:
+        adapter, group = self._adapter, self._group
+        what = f"{self._me}, bucket {index}: all-gather of updated parameters"
+
+        def start(parts: Parts) -> Pending:
+            return adapter.all_gather(parts, group=group, tag=index, what=what)
+
+        return _Gather(flat.buffer, flat.positions(bounds), self._precision.gather_dtype, start)
 
     def refresh_masters(self) -> None:
         """Take the parameters' values for the master weights: they were loaded, or set by hand."""

@@ -16,12 +16,9 @@ class Parts:
     tensors: tuple[Tensor, ...]
     whole: Tensor | None  # all parts as one tensor, if they lie one behind the other in memory
     longest: int  # in elements
+    longest_nbytes: int
     nbytes: int
-
-    @property
-    def is_equal(self) -> bool:
-        """Whether all parts are equally long."""
-        return self.longest * len(self.tensors) * self.tensors[0].element_size() == self.nbytes
+    is_equal: bool  # whether all parts are equally long
 
     @classmethod
     def cut(cls, memory: Tensor, ends: Sequence[int]) -> Parts:
@@ -40,5 +37,12 @@ class Parts:
 
     @classmethod
     def _of(cls, tensors: tuple[Tensor, ...], whole: Tensor | None) -> Parts:
-        longest = max(tensor.numel() for tensor in tensors)
-        return cls(tensors=tensors, whole=whole, longest=longest, nbytes=sum(tensor.nbytes for tensor in tensors))
+        sizes = [tensor.numel() for tensor in tensors]
+        return cls(
+            tensors=tensors,
+            whole=whole,
+            longest=max(sizes),
+            longest_nbytes=max(sizes) * tensors[0].element_size(),
+            nbytes=sum(tensor.nbytes for tensor in tensors),
+            is_equal=min(sizes) == max(sizes),
+        )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -54,11 +55,11 @@ class FlatParams:
         for param, view in zip(params, self.views, strict=True):
             view.copy_(param.detach())
             param.data = view
+        self._addresses = [(params[i], params[i].data_ptr()) for i in ((0, -1) if params else ())]
 
     def is_intact(self) -> bool:
         """Whether the parameters still live here; the ends tell, for what moves parameters moves them all."""
-        ends = (0, -1) if self._params else ()
-        return all(self._params[i].data_ptr() == self.views[i].data_ptr() for i in ends)
+        return all(param.data_ptr() == address for param, address in self._addresses)
 
     def positions(self, elements: Iterable[int]) -> list[int]:
         """Where elements of the bucket lie in the buffer; padding goes with what stands before it."""
@@ -110,6 +111,10 @@ class LocalOptimizer:
         for group in groups:
             self._tensors |= group["params"]
         self.optimizer = factory([{**group, "params": list(group["params"].values())} for group in groups])
+        # torch wraps step() to call hooks and to label it for profilers, which costs as much as all of ours. Hooks on every
+        # optimizer are called once an update, for the optimizer the user has, as they are with a plain one.
+        step = type(self.optimizer).step
+        self._bare_step = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
 
     def add_group(self, options: Options, tensors: Mapping[Piece, Tensor]) -> None:
         self._tensors.update(tensors)
@@ -127,13 +132,17 @@ class LocalOptimizer:
 
         A divisor of the gradients is for optimizers that can apply it while they use them.
         """
-        if divisor is None:
-            self.optimizer.step()
+        optimizer: Any = self.optimizer
+        if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:  # its class's own
+            step = optimizer.step
         else:
-            optimizer: Any = self.optimizer
+            step = partial(self._bare_step, optimizer)
+        if divisor is None:
+            step()
+        else:
             optimizer.grad_scale, optimizer.found_inf = divisor, torch.zeros_like(divisor)
             try:
-                optimizer.step()
+                step()
             finally:
                 del optimizer.grad_scale, optimizer.found_inf
         if self._params is not None:
@@ -213,6 +222,8 @@ class BucketShard:
         That memory is reused, so this is done once per layout unless a hook returns a tensor of its own or the used
         parameters change: no work per parameter in the hot path.
         """
+        if reduced is self._grads_of and used is None and self._used is None:
+            return
         if reduced.dtype != self._stand_ins[0].dtype:  # masters, or a hook that returns what it has sent
             if self._cast is None:
                 self._cast = torch.empty_like(reduced, dtype=self._stand_ins[0].dtype)

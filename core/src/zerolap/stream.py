@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from zerolap.adapter import Adapter
-from zerolap.lane import Lane, Side, failed, without_grad
+from zerolap.lane import Lane, Side, failed
 from zerolap.parts import Parts
 from zerolap.pending import Pending
 from zerolap.trace import Moment
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 def _current(device: torch.device) -> torch.Stream:
-    return torch.accelerator.current_stream(device)
+    return torch.accelerator.current_stream(device.index)  # by number: torch looks up and compares a device every time
 
 
 def _is_same(a: torch.Stream, b: torch.Stream) -> bool:
@@ -74,10 +74,13 @@ class StreamLane:
     def _start(self, fn: Callable[[], T], future: Future[T] | None) -> T:
         if self._failure is not None:
             raise self._failure
+        if torch.is_grad_enabled():  # not in a hook of a backward: no_grad() costs as much as a small operation
+            with torch.no_grad():
+                return self._start(fn, future)
         self._caller = _current(self._device)
         self._stream.wait_stream(self._caller)
         try:
-            with self._stream, without_grad():
+            with self._stream:
                 value = fn()
                 if future is not None:
                     future.set_result(value)  # under the stream: it is this stream that a waiter waits for
@@ -106,7 +109,7 @@ class _Arrived(Pending):
     __slots__ = ("_device", "_event")
 
     def __init__(self, event: torch.Event, device: torch.device, *, sent_bytes: int) -> None:
-        super().__init__((), tensors=(), what="", sent_bytes=sent_bytes)
+        self.sent_bytes = sent_bytes
         self._event = event
         self._device = device
 
@@ -123,12 +126,10 @@ class StreamSide:
 
     def start(self, fn: Callable[[], Pending]) -> Pending:
         self._stream.wait_stream(_current(self._device))
-        with self._stream, without_grad():
+        with self._stream:
             pending = fn()
             pending.wait()
-        event = torch.Event(device=self._device)
-        event.record(self._stream)
-        return _Arrived(event, self._device, sent_bytes=pending.sent_bytes)
+        return _Arrived(self._stream.record_event(), self._device, sent_bytes=pending.sent_bytes)
 
 
 class StreamAdapter(Adapter):
@@ -209,7 +210,7 @@ class StreamAdapter(Adapter):
                     into.copy_(out[: into.numel()])
 
         works = [group._reduce_scatter_base(out, sent, self._sum)] if parts.longest else ()
-        sent_bytes = sent.nbytes - out.nbytes
+        sent_bytes = parts.longest_nbytes * (len(parts.tensors) - 1)
         return Pending(works, tensors=(parts, sent, out, into), what=what, sent_bytes=sent_bytes, finish=finish)
 
     def all_gather(self, parts: Parts, *, group: dist.ProcessGroup, tag: int, what: str) -> Pending:
@@ -227,7 +228,7 @@ class StreamAdapter(Adapter):
                 torch._foreach_copy_(parts.tensors, _rows(received, parts))
 
         works = [group._allgather_base(received, own)] if parts.longest else ()
-        sent_bytes = own.nbytes * (group.size() - 1)
+        sent_bytes = parts.longest_nbytes * (len(parts.tensors) - 1)
         return Pending(works, tensors=(parts, own, received), what=what, sent_bytes=sent_bytes, finish=finish)
 
 
