@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend
 
@@ -19,9 +18,3 @@ class PlainAdapter(zerolap.Adapter):
 
     def make_backend(self, spec: zerolap.GroupSpec) -> Backend:
         return dist.ProcessGroupGloo(spec.store, spec.rank, spec.size, spec.timeout)
-
-    def device(self, local_rank: int) -> torch.device:
-        return torch.device("cpu")
-
-    def synchronize(self) -> None:
-        pass

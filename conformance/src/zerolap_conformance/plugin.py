@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,6 +26,7 @@ class Session:
     report: Path | None
     start: float = field(default_factory=time.monotonic)
     results: dict[str, Result] = field(default_factory=dict)
+    verdict: dict[str, Any] | None = None  # once everything was tried
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -36,18 +38,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--zerolap-tier", type=int, default=3, choices=list(TIERS), help="try requirements up to this tier (default: 3)"
     )
-    group.addoption("--zerolap-report", type=Path, metavar="DIR", help="write verdict.json and verdict.html there")
+    group.addoption(
+        "--zerolap-report", type=Path, metavar="DIR", help="write verdict.json, verdict.html and junit.xml there"
+    )
 
 
+@pytest.hookimpl(tryfirst=True)  # before the plugin that writes JUnit's XML looks at its option
 def pytest_configure(config: pytest.Config) -> None:
     adapter = config.getoption("--zerolap-adapter")
-    if adapter is not None:
-        config.stash[_SESSION] = Session(
-            adapter=adapter,
-            num_ranks=config.getoption("--zerolap-nproc"),
-            tier=config.getoption("--zerolap-tier"),
-            report=config.getoption("--zerolap-report"),
-        )
+    if adapter is None:
+        return
+    session = Session(
+        adapter=adapter,
+        num_ranks=config.getoption("--zerolap-nproc"),
+        tier=config.getoption("--zerolap-tier"),
+        report=config.getoption("--zerolap-report"),
+    )
+    if session.num_ranks < 1:
+        raise pytest.UsageError(f"--zerolap-nproc must be at least 1, got {session.num_ranks}")
+    config.stash[_SESSION] = session
+    if session.report is not None and config.option.xmlpath is None:
+        config.option.xmlpath = str(session.report / "junit.xml")
 
 
 @pytest.fixture(scope="session")
@@ -72,29 +83,31 @@ def _id_of(item: pytest.Item) -> str:
     return str(item.callspec.params.get("id", "")) if hasattr(item, "callspec") else ""
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Make the verdict. Whatever is not one, a run that skipped or left out something included, must not look green."""
+    if _SESSION not in session.config.stash or session.config.option.collectonly:
+        return
+    ours = session.config.stash[_SESSION]
+    if ours.results:
+        ours.verdict = verdict.make(
+            ours.results,
+            adapter=ours.adapter,
+            num_ranks=ours.num_ranks,
+            tier=ours.tier,
+            seconds=time.monotonic() - ours.start,
+        )
+    if exitstatus == 0 and not (ours.verdict and ours.verdict["is_conformant"]):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    if _SESSION not in config.stash or not config.stash[_SESSION].results:
+    if _SESSION not in config.stash or config.stash[_SESSION].verdict is None:
         return
     session = config.stash[_SESSION]
-    found = verdict.make(
-        session.results,
-        adapter=session.adapter,
-        num_ranks=session.num_ranks,
-        tier=session.tier,
-        seconds=time.monotonic() - session.start,
-    )
+    assert session.verdict is not None
     terminalreporter.section("zerolap conformance")
-    terminalreporter.write_line(verdict.to_text(found))
+    terminalreporter.write_line(verdict.to_text(session.verdict))
     if session.report is not None:
-        for path in verdict.write(found, session.report):
+        for path in verdict.write(session.verdict, session.report):
             terminalreporter.write_line(f"written: {path}")
-
-
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Nothing tried is no verdict: a run that skipped everything must not look green."""
-    config = session.config
-    if _SESSION not in config.stash or exitstatus != 0:
-        return
-    results = config.stash[_SESSION].results.values()
-    if not any(result.outcome == "passed" for result in results):
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -121,6 +121,9 @@ def _run_rank(
         if adapter is not None:
             made = make_adapter(adapter)
             args = (made, *args)
+            why = made.why_unavailable()
+            if why is not None:
+                raise LookupError(f"adapter {made.name!r} cannot be used here: {why}")
             if made.device_type != "cpu":
                 backend = f"cpu:gloo,{made.device_type}:{made.backend}"
                 torch.accelerator.set_device_index(made.device(rank).index or 0)

@@ -130,11 +130,16 @@ class Adapter:
 
     def device(self, local_rank: int) -> torch.device:
         """The device that a process with this local rank trains on."""
-        return torch.device(self.device_type, local_rank)
+        return torch.device(self.device_type) if self._is_host else torch.device(self.device_type, local_rank)
 
     def synchronize(self) -> None:
-        """Wait until the device has done everything given to it."""
-        torch.accelerator.synchronize()
+        """Wait until the device has done everything given to it; nothing is queued on the host itself."""
+        if not self._is_host:
+            torch.accelerator.synchronize()
+
+    @property
+    def _is_host(self) -> bool:
+        return self.device_type == "cpu"
 
     def timeout(self, group: dist.ProcessGroup) -> timedelta:
         """How long a collective of this group may take."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Backend
@@ -73,9 +72,3 @@ class CpuGlooAdapter(Adapter):
         if name not in self._progress:
             self._progress[name] = ThreadLane(f"progress-{name}")
         return self._progress[name]
-
-    def device(self, local_rank: int) -> torch.device:
-        return torch.device("cpu")
-
-    def synchronize(self) -> None:
-        """Nothing is queued on a CPU."""

@@ -1,0 +1,124 @@
+"""The commands. Each imports what it needs when it is called: help and completion need nothing but this file."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+app = typer.Typer(
+    name="zerolap",
+    help="Sharded optimizers for data-parallel training, on any accelerator.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+out = Console(highlight=False, soft_wrap=True)
+err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead, for programs.")]
+
+
+def fail(message: str, code: int = 1) -> typer.Exit:
+    """Say what is wrong, and give what to raise."""
+    err.print("[red]zerolap:[/red]", escape(message))
+    return typer.Exit(code)
+
+
+def need(*modules: str) -> None:
+    """End with what to install if one of these is not there."""
+    packages = {"zerolap_conformance": "zerolap-conformance"}
+    missing = [module for module in modules if importlib.util.find_spec(module) is None]
+    if missing:
+        raise fail(f"this needs {', '.join(missing)}; pip install {' '.join(packages.get(m, m) for m in missing)}")
+
+
+@app.command()
+def doctor(
+    as_json: AsJson = False,
+    is_tried: Annotated[
+        bool, typer.Option("--try", help="Train a few steps on two ranks, on each usable device.")
+    ] = False,
+) -> None:
+    """Say what is installed, which devices can be used and why others cannot, and what to change in the environment.
+
+    Exit code 0 if some device can be used, and, with --try, trained on.
+    """
+    from zerolap_cli import doctor as checkup
+
+    found = checkup.examine()
+    if is_tried:
+        for adapter in found["adapters"]:
+            if adapter["why_unusable"] is None:
+                with err.status(f"training on two ranks with {adapter['name']} ..."):
+                    adapter["tried"] = checkup.attempt(adapter["name"])
+    if as_json:
+        typer.echo(json.dumps(found, indent=1))
+    else:
+        checkup.show(found, out)
+    raise typer.Exit(checkup.exit_code(found))
+
+
+@app.command()
+def conformance(
+    adapter: Annotated[str, typer.Option(help="The adapter under test: its name, or module:attribute that makes one.")],
+    nproc: Annotated[int, typer.Option(min=1, help="Ranks per requirement.")] = 2,
+    tier: Annotated[int, typer.Option(min=0, max=5, help="Try requirements up to this tier.")] = 3,
+    report: Annotated[Path | None, typer.Option(help="Write verdict.json, verdict.html and junit.xml there.")] = None,
+    only: Annotated[
+        str | None, typer.Option(help="Try only requirements like this, for example COL. No verdict.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Try every requirement of an adapter on real ranks, and give a verdict.
+
+    The same suite as `pytest --pyargs zerolap_conformance --zerolap-adapter NAME`. Exit code 0 only if the adapter conforms.
+    """
+    need("torch", "zerolap_conformance", "pytest")
+    import pytest
+
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = report or (Path(temporary) if as_json else None)
+        # No configuration but our own: the folder this is called from may have one that is meant for other tests.
+        options = ["-v", "-c", os.devnull, "--rootdir", str(Path.cwd()), "-p", "no:cacheprovider"]
+        options += ["--zerolap-adapter", adapter, "--zerolap-nproc", str(nproc), "--zerolap-tier", str(tier)]
+        options += ["--zerolap-report", str(folder)] if folder is not None else []
+        options += ["-k", only] if only is not None else []
+        sys.path.insert(0, "")  # as `python -m pytest` does, so that module:attribute finds what lies here
+        with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+            code = pytest.main([*options, "--pyargs", "zerolap_conformance"])
+        if as_json and folder is not None and (folder / "verdict.json").exists():
+            typer.echo((folder / "verdict.json").read_text())
+    raise typer.Exit(int(code))
+
+
+@app.command()
+def new_adapter(
+    name: Annotated[str, typer.Argument(help="A short name in lower case, for example acme.")],
+    device_type: Annotated[str | None, typer.Option(help="As in torch.device(...); the name if not given.")] = None,
+    backend: Annotated[
+        str | None, typer.Option(help="As in init_process_group(...); the name and 'ccl' if not given.")
+    ] = None,
+    has_streams: Annotated[bool, typer.Option("--streams/--no-streams", help="Whether the device has streams.")] = True,
+    folder: Annotated[Path | None, typer.Option(help="Where; zerolap-NAME here if not given.")] = None,
+) -> None:
+    """Write the skeleton of an adapter package for a device of your own."""
+    from zerolap_cli.skeleton import write
+
+    folder = folder or Path(f"zerolap-{name}")
+    try:
+        written = write(folder, name=name, device_type=device_type, backend=backend, has_streams=has_streams)
+    except (ValueError, FileExistsError) as error:
+        raise fail(str(error), code=2) from error
+    for path in written:
+        typer.echo(f"written: {path}")
+    typer.echo(f"next: pip install {folder.absolute()} && zerolap conformance --adapter {name}")
