@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
@@ -21,7 +20,8 @@ from zerolap.errors import CollectiveError, ZerolapError
 from zerolap.exchange import all_gather_json, move_states, refuse_together
 from zerolap.machine import Schedule
 from zerolap.plan import GlobalRank, GroupRank, Piece
-from zerolap.shards import FlatParams, ParamGroup, ShardBook, options_of
+from zerolap.sharded import Described, compare, from_sharded, names_of, to_sharded
+from zerolap.shards import FlatParams, Options, ParamGroup, ShardBook, options_of
 from zerolap.states import State, by_param, copied, fit, flat_state, shaped_state
 
 if TYPE_CHECKING:
@@ -208,13 +208,65 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             for index, state in state_dict["state"].items()
             if state is not None
         }
-        options = [options_of(group) for group in self.param_groups]
+        self._take([options_of(group) for group in self.param_groups], given)
+
+    def sharded_state_dict(self, model: nn.Module, *, make_room: bool = False) -> dict[str, Any]:
+        """This rank's part of the state, by parameter name, for torch.distributed.checkpoint to save.
+
+        To load, on any number of ranks: make one with ``make_room=True``, which has memory for states that are not there yet, let
+        torch.distributed.checkpoint fill it, and give it to ``load_sharded_state_dict``.
+        """
+        params = self._described(model)
+        states = self._book.flat_states()
+        if make_room:
+            blank = (local.blank_states() for local in self._book.locals if local.pieces - states.keys())
+            states = {**{piece: state for each in blank for piece, state in each.items()}, **states}
+            states = {piece: copied(state) for piece, state in states.items()}  # what is loaded may turn out to be bad
+        return {
+            "state": to_sharded(states, params),
+            # Not lists: a checkpoint would take those apart.
+            "param_groups": tuple(self._named_groups(params)),
+            "params": tuple(tuple(param) for param in params),
+        }
+
+    def load_sharded_state_dict(self, sharded: Mapping[str, Any], model: nn.Module) -> None:
+        """Take what torch.distributed.checkpoint has loaded into a ``sharded_state_dict(make_room=True)``."""
+        params = self._described(model)
+        then = {name: Described(name, tuple(shape), tuple(strides)) for name, shape, strides in sharded["params"]}
+        differences = compare(params, then)
+        if differences:
+            raise ValueError("the checkpoint does not fit the model: " + "; ".join(differences))
+        self._take(self._options_by_name(sharded["param_groups"], params), from_sharded(sharded["state"], params, then))
+
+    def _described(self, model: nn.Module) -> list[Described]:
+        params = self._all_params
+        return [Described.of(name, param) for name, param in zip(names_of(model, params), params, strict=True)]
+
+    def _named_groups(self, params: Sequence[Described]) -> Iterator[Options]:
+        names = iter([param.name for param in params])
+        for group in self.param_groups:
+            yield {**copied(options_of(group)), "params": [next(names) for _ in group["params"]]}
+
+    def _options_by_name(self, saved: Iterable[Mapping[str, Any]], params: Sequence[Described]) -> list[Options]:
+        """The options of each group: of the saved group that its first parameter was in."""
+        of_name = {name: options_of(dict(group)) for group in saved for name in group["params"]}
+        names = iter([param.name for param in params])
+        found = []
+        for group in self.param_groups:
+            mine = [next(names) for _ in group["params"]]
+            found.append(next((of_name[name] for name in mine if name in of_name), options_of(group)))
+        return found
+
+    def _take(self, options: Sequence[Options], states: Mapping[Piece, State]) -> None:
+        """Go on from these options and flat states; what has none starts anew."""
+        for exposed, given in zip(self.param_groups, options, strict=True):
+            exposed.update(copied(given))
         for local in self._book.locals:
             local.clear_states()
             local.refresh_masters()  # for what the given state has none of
-            local.take_options(copy.deepcopy(options))
-        self._book.load(given)
-        self._expose_options()  # options that an older state dict did not have yet
+            local.take_options(copied([options_of(group) for group in self.param_groups]))
+        self._book.load(states)
+        self._expose_options()  # options that an older state did not have yet
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Clip the mean gradients of all parameters together, and return their norm before; torch's function for shards.

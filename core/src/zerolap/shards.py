@@ -6,7 +6,7 @@ Nothing here decides who owns what (plan), when something happens (machine), or 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, KeysView, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -103,10 +103,13 @@ class LocalOptimizer:
         factory: Callable[[list[ParamGroup]], Optimizer],
         groups: list[dict[str, Any]],
         params: Mapping[Piece, Tensor] | None,
+        is_provisional: bool,
     ) -> None:
         """``groups`` are param groups whose ``params`` map a piece to the tensor to update; with masters, ``params`` are the
-        pieces of the parameters themselves."""
+        pieces of the parameters themselves. A provisional one keeps masters it is given for those that come after it."""
         self._params = params
+        self._is_provisional = is_provisional
+        self._factory = factory
         self._tensors: dict[Piece, Tensor] = {}
         for group in groups:
             self._tensors |= group["params"]
@@ -124,7 +127,7 @@ class LocalOptimizer:
         self.optimizer.state.clear()
 
     @property
-    def pieces(self) -> Collection[Piece]:
+    def pieces(self) -> KeysView[Piece]:
         return self._tensors.keys()
 
     def step(self, divisor: Tensor | None = None) -> None:
@@ -170,20 +173,43 @@ class LocalOptimizer:
         """The same, ready to travel; memory is shared where the layout allows."""
         return {piece: flat_state(state, self._tensors[piece]) for piece, state in self.states().items()}
 
+    def blank_states(self) -> dict[Piece, State]:
+        """Flat states such as a first step makes, found by stepping copies of no value; what is here stays as it is."""
+        piece_of = {tensor: piece for piece, tensor in self._tensors.items()}
+        groups, copies = [], {}
+        for group in self.optimizer.param_groups:
+            blanks = {piece_of[tensor]: nn.Parameter(torch.zeros_like(tensor)) for tensor in group["params"]}
+            copies.update(blanks)
+            groups.append({**group, "params": list(blanks.values())})
+        for blank in copies.values():
+            blank.grad = torch.zeros_like(blank)
+        optimizer = self._factory(groups)
+        optimizer.step()
+        masters = {} if self._params is None else {MASTER: None}
+        return {
+            piece: flat_state({**optimizer.state[blank], **{name: blank.detach() for name in masters}}, blank)
+            for piece, blank in copies.items()
+        }
+
     def load(self, states: Mapping[int, Sequence[tuple[Piece, State]]]) -> None:
         """Take what is ours from flat states by parameter; the optimizer's own rules decide dtype and device."""
         packed = self.optimizer.state_dict()
+        masters: dict[Tensor, Tensor] = {}
         for place, (piece, tensor) in enumerate(self._tensors.items()):  # optimizers number parameters in this order
             state = fit(states.get(piece.param, ()), piece)
             if state is None:
                 continue
             state = shaped_state(copied(state), tensor)
-            master = state.pop(MASTER, None)
-            if master is not None and self._params is not None:
-                tensor.detach().copy_(master)
+            if MASTER in state:
+                masters[tensor] = state.pop(MASTER)
             if state:
                 packed["state"][place] = state
         self.optimizer.load_state_dict(packed)
+        for tensor, master in masters.items():  # not by the optimizer, which would round them
+            if self._params is not None:
+                tensor.detach().copy_(master)
+            elif self._is_provisional:
+                self.optimizer.state[tensor][MASTER] = master
 
     def inherit(self, older: LocalOptimizer) -> None:
         """Go on counting where ``older`` was: a class may keep numbers in the instance, where no state dict has them."""
@@ -280,21 +306,24 @@ class ShardBook:
         return dict(enumerate(owners))
 
     def make_local(
-        self, tensors: Mapping[Piece, Tensor], *, params: Mapping[Piece, Tensor] | None = None
+        self,
+        tensors: Mapping[Piece, Tensor],
+        *,
+        params: Mapping[Piece, Tensor] | None = None,
+        is_provisional: bool = False,
     ) -> LocalOptimizer:
         """An optimizer over ``tensors`` that has every group, empty ones included, so that groups keep their index."""
         groups: list[dict[str, Any]] = [{**group, "params": {}} for group in self.groups]
         ends = list(accumulate(len(group["params"]) for group in self.groups))
         for piece in sorted(tensors):
             groups[bisect_right(ends, piece.param)]["params"][piece] = tensors[piece]
-        return LocalOptimizer(self._factory, groups, params)
+        return LocalOptimizer(self._factory, groups, params, is_provisional)
 
     def own_greedily(self) -> None:
         """Before there is a plan, or without overlap: one optimizer over this rank's greedy share of the parameters."""
         self.owners = self._greedy()
-        self.locals = [
-            self.make_local({_whole(i, p): p for i, p in enumerate(self.params) if self.owners[i] == self.rank})
-        ]
+        mine = {_whole(i, p): p for i, p in enumerate(self.params) if self.owners[i] == self.rank}
+        self.locals = [self.make_local(mine, is_provisional=True)]
 
     def add_last_group(self) -> None:
         """Take in the group just appended to the exposed ones; no parameter changes hands."""
