@@ -1,5 +1,8 @@
 """Sharded optimizers for data-parallel training, overlapped with backward, on any backend of torch.distributed."""
 
+import importlib
+from typing import Any
+
 from zerolap.adapter import Adapter, Capabilities, GroupSpec
 from zerolap.attach import GradScaler, Handle, Stats, attach
 from zerolap.errors import AdapterNotFoundError, CollectiveError, IllegalEventError, ZerolapError
@@ -44,3 +47,10 @@ __all__ = [
     "installed_adapters",
     "load_adapter",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """``zerolap.checkpoint`` when it is first used: torch.distributed.checkpoint takes a second to import."""
+    if name == "checkpoint":
+        return importlib.import_module("zerolap.checkpoint")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -20,13 +20,13 @@ from zerolap.errors import CollectiveError, ZerolapError
 from zerolap.exchange import all_gather_json, move_states, refuse_together
 from zerolap.machine import Schedule
 from zerolap.plan import GlobalRank, GroupRank, Piece
-from zerolap.sharded import Described, compare, from_sharded, names_of, to_sharded
 from zerolap.shards import FlatParams, Options, ParamGroup, ShardBook, options_of
 from zerolap.states import State, by_param, copied, fit, flat_state, shaped_state
 
 if TYPE_CHECKING:
     from zerolap.engine import Engine
     from zerolap.native import NativeEngine
+    from zerolap.sharded import Described
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 rank=self.rank,
                 world_size=self.world_size,
             )
-            self._book.own_greedily()
+            self._book.own_greedily(is_provisional=overlap_with_ddp)
             self._expose_options()
             self.defaults = dict(self._book.locals[0].optimizer.defaults)  # some LR schedulers look there
 
@@ -216,6 +216,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         To load, on any number of ranks: make one with ``make_room=True``, which has memory for states that are not there yet, let
         torch.distributed.checkpoint fill it, and give it to ``load_sharded_state_dict``.
         """
+        from zerolap.sharded import to_sharded  # imports torch.distributed.checkpoint, which takes a second
+
         params = self._described(model)
         states = self._book.flat_states()
         if make_room:
@@ -231,6 +233,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def load_sharded_state_dict(self, sharded: Mapping[str, Any], model: nn.Module) -> None:
         """Take what torch.distributed.checkpoint has loaded into a ``sharded_state_dict(make_room=True)``."""
+        from zerolap.sharded import Described, compare, from_sharded
+
         params = self._described(model)
         then = {name: Described(name, tuple(shape), tuple(strides)) for name, shape, strides in sharded["params"]}
         differences = compare(params, then)
@@ -239,6 +243,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._take(self._options_by_name(sharded["param_groups"], params), from_sharded(sharded["state"], params, then))
 
     def _described(self, model: nn.Module) -> list[Described]:
+        from zerolap.sharded import Described, names_of
+
         params = self._all_params
         return [Described.of(name, param) for name, param in zip(names_of(model, params), params, strict=True)]
 

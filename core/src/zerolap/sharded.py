@@ -122,6 +122,8 @@ def to_sharded(states: Mapping[Piece, State], params: Sequence[Described]) -> di
     sharded: dict[str, State] = {}
     for piece, state in states.items():
         param = params[piece.param]
+        if _is_nothing(piece, param):
+            continue
         entries = sharded.setdefault(param.name, {})
         for key, value in state.items():
             is_flat = isinstance(value, Tensor) and _is_flat_entry(key, value.shape, piece.stop - piece.start)
@@ -147,6 +149,8 @@ def room_for(
     room: dict[str, State] = {}
     for piece in pieces:
         param = params[piece.param]
+        if _is_nothing(piece, param):
+            continue
         start, stop = (piece.start, piece.stop) if param == then.get(param.name) else (0, param.numel)
         for key, kept in entries.get(param.name, {}).items():
             state = room.setdefault(param.name, {})
@@ -188,6 +192,11 @@ def _reordered(value: Tensor, param: Described, then: Described) -> Tensor:
         .copy_(shaped)
         .as_strided((param.numel,), (1,))
     )
+
+
+def _is_nothing(piece: Piece, param: Described) -> bool:
+    """Whether a piece holds nothing of a parameter that has something."""
+    return piece.start == piece.stop and param.numel > 0
 
 
 def _is_flat_entry(key: str, size: torch.Size, numel: int) -> bool:

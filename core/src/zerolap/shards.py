@@ -106,7 +106,7 @@ class LocalOptimizer:
         is_provisional: bool,
     ) -> None:
         """``groups`` are param groups whose ``params`` map a piece to the tensor to update; with masters, ``params`` are the
-        pieces of the parameters themselves. A provisional one keeps masters it is given for those that come after it."""
+        pieces of the parameters themselves. A provisional one never steps, and keeps masters for those that come after it."""
         self._params = params
         self._is_provisional = is_provisional
         self._factory = factory
@@ -194,22 +194,23 @@ class LocalOptimizer:
     def load(self, states: Mapping[int, Sequence[tuple[Piece, State]]]) -> None:
         """Take what is ours from flat states by parameter; the optimizer's own rules decide dtype and device."""
         packed = self.optimizer.state_dict()
-        masters: dict[Tensor, Tensor] = {}
+        with_masters: dict[Tensor, State] = {}
         for place, (piece, tensor) in enumerate(self._tensors.items()):  # optimizers number parameters in this order
             state = fit(states.get(piece.param, ()), piece)
             if state is None:
                 continue
             state = shaped_state(copied(state), tensor)
             if MASTER in state:
-                masters[tensor] = state.pop(MASTER)
+                with_masters[tensor] = state
+            state = {key: value for key, value in state.items() if key != MASTER}
             if state:
                 packed["state"][place] = state
         self.optimizer.load_state_dict(packed)
-        for tensor, master in masters.items():  # not by the optimizer, which would round them
+        for tensor, state in with_masters.items():
             if self._params is not None:
-                tensor.detach().copy_(master)
+                tensor.detach().copy_(state[MASTER])
             elif self._is_provisional:
-                self.optimizer.state[tensor][MASTER] = master
+                self.optimizer.state[tensor] = state  # as it is: the optimizer would round it to the parameter's dtype
 
     def inherit(self, older: LocalOptimizer) -> None:
         """Go on counting where ``older`` was: a class may keep numbers in the instance, where no state dict has them."""
@@ -319,11 +320,11 @@ class ShardBook:
             groups[bisect_right(ends, piece.param)]["params"][piece] = tensors[piece]
         return LocalOptimizer(self._factory, groups, params, is_provisional)
 
-    def own_greedily(self) -> None:
+    def own_greedily(self, *, is_provisional: bool) -> None:
         """Before there is a plan, or without overlap: one optimizer over this rank's greedy share of the parameters."""
         self.owners = self._greedy()
         mine = {_whole(i, p): p for i, p in enumerate(self.params) if self.owners[i] == self.rank}
-        self.locals = [self.make_local(mine, is_provisional=True)]
+        self.locals = [self.make_local(mine, is_provisional=is_provisional)]
 
     def add_last_group(self) -> None:
         """Take in the group just appended to the exposed ones; no parameter changes hands."""
