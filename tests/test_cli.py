@@ -10,8 +10,13 @@ import venv
 from pathlib import Path
 
 import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
 
+import zerolap
+from training import Mlp, batches, iterate
 from zerolap_cli.skeleton import write
+from zerolap_conformance.ranks import run_ranks
 
 ROOT = Path(__file__).parent.parent
 
@@ -80,6 +85,33 @@ def test_a_new_adapter_works_once_its_names_are_right(tmp_path: Path, monkeypatc
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "src"))
     run = _zerolap("conformance", "--adapter", "zerolap_mine:MineAdapter", "--tier", "1", folder=tmp_path)
     assert run.returncode == 0, run.stdout
+
+
+def _save(folder: str) -> None:
+    ddp = DDP(Mlp())
+    zero = zerolap.ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, overlap_with_ddp=True, lr=0.01)
+    zerolap.attach(ddp, zero)
+    for x in batches(2):
+        iterate(ddp, zero, x)
+    zerolap.checkpoint.save(folder, ddp, zero, step=2)
+
+
+def test_checkpoints_are_inspected_and_converted(tmp_path: Path) -> None:
+    run_ranks(2, _save, str(tmp_path / "run"))
+    shown = _zerolap("checkpoint", "inspect", "run", folder=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    assert "step 2, saved by 2 ranks" in shown.stdout
+    assert "layers.0.weight (40, 13)" in shown.stdout
+    assert json.loads(_zerolap("checkpoint", "inspect", "run", "--json", folder=tmp_path).stdout)["ranks"] == 2
+    assert _zerolap("checkpoint", "convert", "run", "one.pt", folder=tmp_path).returncode == 0
+    assert _zerolap("checkpoint", "convert", "run", "one.pt", folder=tmp_path).returncode == 2, "it is there already"
+    assert _zerolap("checkpoint", "convert", "one.pt", "back", folder=tmp_path).returncode == 0
+    assert torch.load(tmp_path / "one.pt", weights_only=True)["optimizer"]["param_groups"][0]["lr"] == 0.01
+    damaged = tmp_path / "back/step-000000002/.metadata"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    run = _zerolap("checkpoint", "inspect", "back", folder=tmp_path)
+    assert run.returncode == 1
+    assert "is damaged" in run.stderr
 
 
 def test_without_torch_it_says_what_is_missing(tmp_path: Path) -> None:

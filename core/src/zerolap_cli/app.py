@@ -122,3 +122,75 @@ def new_adapter(
     for path in written:
         typer.echo(f"written: {path}")
     typer.echo(f"next: pip install {folder.absolute()} && zerolap conformance --adapter {name}")
+
+
+checkpoints = typer.Typer(
+    name="checkpoint", help="Look at sharded checkpoints, and convert them.", no_args_is_help=True
+)
+app.add_typer(checkpoints)
+
+
+@checkpoints.command()
+def inspect(
+    path: Annotated[Path, typer.Argument(help="A checkpoint, or a folder of them: the newest one.")],
+    as_json: AsJson = False,
+) -> None:
+    """Say what is in a checkpoint. Exit code 1 if it is damaged."""
+    need("torch")
+    from zerolap import convert
+    from zerolap.reading import CheckpointError
+
+    try:
+        found = convert.describe(_checkpoint_at(path))
+    except CheckpointError as error:
+        raise fail(str(error)) from error
+    if as_json:
+        typer.echo(json.dumps(found, indent=1))
+        return
+    out.print(
+        f"step {found['step']}, saved by {found['ranks']} ranks: {found['bytes'] / 2**20:.1f} MB in {found['files']} files"
+    )
+    for place, group in enumerate(found["param_groups"]):
+        options = ", ".join(f"{key}={value}" for key, value in group.items() if key != "params")
+        out.print(f"group {place}: {group['params']} parameters; {escape(options)}")
+    out.print(f"state of each parameter: {', '.join(found['state_entries']) or 'none'}")
+    for param in found["parameters"]:
+        out.print(f"    {escape(param['name'])} {escape(str(tuple(param['shape'])))}")
+    for name in found["buffers"]:
+        out.print(f"    {escape(name)} (buffer)")
+
+
+@checkpoints.command()
+def convert(
+    source: Annotated[Path, typer.Argument(help="A sharded checkpoint (or a folder of them), or a file.")],
+    target: Annotated[Path, typer.Argument(help="A file, or a folder for sharded checkpoints.")],
+    step: Annotated[int | None, typer.Option(help="The step of the new checkpoint, if the file does not say.")] = None,
+) -> None:
+    """Make one file of a sharded checkpoint, with the plain optimizer's state dict, or a sharded checkpoint of such a file."""
+    need("torch")
+    from zerolap import convert as converting
+    from zerolap.reading import CheckpointError
+
+    if not source.exists():
+        raise fail(f"{source} is not there", code=2)
+    if source.is_dir() and target.exists():
+        raise fail(f"{target} is there already", code=2)
+    try:
+        with err.status(f"converting {source} ..."):
+            if source.is_dir():
+                converting.to_file(_checkpoint_at(source), target)
+                made = target
+            else:
+                made = converting.from_file(source, target, step=step)
+    except CheckpointError as error:
+        raise fail(str(error)) from error
+    typer.echo(f"written: {made}")
+
+
+def _checkpoint_at(path: Path) -> Path:
+    from zerolap.checkpoint import path_of, steps
+
+    held = steps(path)
+    if (path / "manifest.json").exists() or not held:
+        return path
+    return path_of(path, max(held))
