@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from zerolap.states import State, cut_state
 
 # Collectives here are methods of the group, not functions of torch.distributed: those know registered groups only, and
 # hide what went wrong on another behind an error of their own.
-_CHUNK_BYTES = 256 * 2**20  # one message; some transports take no more than 2**31 bytes at a time
+_CHUNK_BYTES = 16 * 2**20  # one message: what a rank needs beside the states themselves is twice this
 
 
 def all_gather_json(value: object, *, group: dist.ProcessGroup, what: str) -> list[Any]:
@@ -57,22 +57,36 @@ def refuse_together(check: Callable[[], object], *, group: dist.ProcessGroup, wh
     return result
 
 
+Part = tuple[int, int, int]  # of a parameter: a Piece as plain data
+
+
+class _Streamed(NamedTuple):
+    """A tensor that travels behind the rest of its message."""
+
+    part: Part
+    name: str
+    dtype: torch.dtype
+    numel: int
+
+
 def move_states(
     states: Mapping[Piece, State],
     *,
     routes: Callable[[int], Sequence[tuple[int, int, GroupRank]]],
     group: dist.ProcessGroup,
     device: torch.device,
+    into: torch.device | str | None = None,
     what: str,
 ) -> dict[Piece, State]:
     """Send flat states to where ``routes`` says a parameter's elements belong; return those that belong here.
 
     ``routes(param)`` gives (start, stop, owner) for every part of a parameter. A collective. In round k a rank sends to the
-    one k places on and receives from the one k places back, so that no rank holds more than one other rank's message at a
-    time and only owners receive anything. What was here already is returned as it is.
+    one k places on and receives from the one k places back. Entries per element go chunk by chunk from where they are to where
+    they will be, so that beside what it keeps a rank holds two chunks and the small rest of one message. What was here already
+    is returned as it is; what arrives is on ``into``, or else on ``device``, by which the group communicates.
     """
     rank, world_size = group.rank(), group.size()
-    outgoing: list[dict[tuple[int, int, int], State]] = [{} for _ in range(world_size)]
+    outgoing: list[dict[Part, State]] = [{} for _ in range(world_size)]
     for piece, state in states.items():
         for start, stop, owner in routes(piece.param):
             part = Piece(piece.param, max(start, piece.start), min(stop, piece.stop))
@@ -84,20 +98,98 @@ def move_states(
     try:
         for distance in range(1, world_size):
             to, source = GroupRank((rank + distance) % world_size), GroupRank((rank - distance) % world_size)
-            message = _pack(outgoing[to])
-            sizes = _all_gather(torch.tensor([message.numel()], device=device), group)
-            numels = [int(size.item()) for size in sizes]
-            received = torch.empty(numels[source], dtype=torch.uint8, device=device)
-            message = message.to(device)
-            for start in range(0, max(numels), _CHUNK_BYTES):
-                chunk = slice(start, start + _CHUNK_BYTES)
-                _send_and_receive(message[chunk], to, received[chunk], source, group)
-            arrived.update(_unpack(received))
+            arrived.update(_exchange(outgoing[to], to, source, group=group, device=device, into=into or device))
     except ZerolapError:
         raise
     except Exception as error:
         raise CollectiveError(f"rank {dist.get_rank()}: {what} failed: {error}") from error
     return {Piece(*key): state for key, state in arrived.items()}
+
+
+def _exchange(
+    states: Mapping[Part, State],
+    to: GroupRank,
+    source: GroupRank,
+    *,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    into: torch.device | str,
+) -> dict[Part, State]:
+    """Send ``states`` to one rank while receiving those of another; all ranks at once."""
+    rest, streamed, bodies = _split(states)
+    message = (
+        _pack((rest, [tuple(each) for each in streamed])).to(device)
+        if states
+        else torch.empty(0, dtype=torch.uint8, device=device)
+    )
+    sizes = _all_gather(torch.tensor([message.numel(), sum(body.nbytes for body in bodies)], device=device), group)
+    heads, streams = zip(*(size.tolist() for size in sizes), strict=True)
+    received = torch.empty(heads[source], dtype=torch.uint8, device=device)
+    _send_in_chunks([message], to, [received], source, group=group, longest=max(heads), device=device)
+    arrived, streamed = _unpack(received) if received.numel() else ({}, [])
+    landing = [torch.empty(numel, dtype=dtype, device=into) for _, _, dtype, numel in streamed]
+    if sum(body.nbytes for body in landing) != streams[source]:
+        raise ZerolapError(f"group rank {source} announced other states than it sends")
+    _send_in_chunks(bodies, to, landing, source, group=group, longest=max(streams), device=device)
+    for (part, name, _, _), body in zip(streamed, landing, strict=True):
+        arrived[part][name] = body
+    return arrived
+
+
+def _split(states: Mapping[Part, State]) -> tuple[dict[Part, State], list[_Streamed], list[Tensor]]:
+    """Entries per element, and all others with None in their places, so that entries keep their order."""
+    rest, streamed, bodies = {}, [], []
+    for part, state in states.items():
+        rest[part] = dict(state)
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.ndim == 1 and value.is_contiguous() and value.numel():
+                streamed.append(_Streamed(part, name, value.dtype, value.numel()))
+                bodies.append(value.detach())
+                rest[part][name] = None
+    return rest, streamed, bodies
+
+
+def _send_in_chunks(
+    bodies: Sequence[Tensor],
+    to: GroupRank,
+    landing: Sequence[Tensor],
+    source: GroupRank,
+    *,
+    group: dist.ProcessGroup,
+    longest: int,
+    device: torch.device,
+) -> None:
+    """Send the bytes of some tensors behind each other, and fill others with what comes. ``longest`` is of any rank."""
+    outbox, inbox = (torch.empty(min(longest, _CHUNK_BYTES), dtype=torch.uint8, device=device) for _ in range(2))
+    sending, receiving = _slices(bodies), _slices(landing)
+    for _ in range(0, longest, _CHUNK_BYTES):
+        out, filled = next(sending, []), 0
+        for each in out:
+            outbox[filled : filled + each.numel()].copy_(each)
+            filled += each.numel()
+        expected = next(receiving, [])
+        arriving = inbox[: sum(each.numel() for each in expected)]
+        _send_and_receive(outbox[:filled], to, arriving, source, group)
+        for each in expected:
+            each.copy_(arriving[: each.numel()])
+            arriving = arriving[each.numel() :]
+
+
+def _slices(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """The bytes of all tensors, as views, in portions of one chunk."""
+    portion: list[Tensor] = []
+    room = _CHUNK_BYTES
+    for tensor in tensors:
+        data = tensor.view(torch.uint8)
+        while data.numel():
+            portion.append(data[:room])
+            data = data[portion[-1].numel() :]
+            room -= portion[-1].numel()
+            if not room:
+                yield portion
+                portion, room = [], _CHUNK_BYTES
+    if portion:
+        yield portion
 
 
 def _all_gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
@@ -114,11 +206,9 @@ def _send_and_receive(out: Tensor, to: GroupRank, into: Tensor, source: GroupRan
     group.alltoall_base(into, out, received, sent).wait()
 
 
-def _pack(states: dict[tuple[int, int, int], State]) -> Tensor:
-    if not states:
-        return torch.empty(0, dtype=torch.uint8)
+def _pack(value: object) -> Tensor:
     buffer = io.BytesIO()
-    torch.save(_compact(states), buffer)
+    torch.save(_compact(value), buffer)
     return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
 
 
@@ -129,21 +219,19 @@ def _compact(value: Any) -> Any:
         return value.clone() if value.untyped_storage().nbytes() > value.nbytes else value
     if isinstance(value, dict):
         return {key: _compact(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_compact(item) for item in value)
     return value
 
 
-def _unpack(message: Tensor) -> dict[tuple[int, int, int], State]:
-    if not message.numel():
-        return {}
+def _unpack(message: Tensor) -> tuple[dict[Part, State], list[_Streamed]]:
     buffer = bytearray(message.numel())
     torch.frombuffer(buffer, dtype=torch.uint8).copy_(message)
     try:
-        states: dict[tuple[int, int, int], State] = torch.load(
-            io.BytesIO(buffer), map_location="cpu", weights_only=True
-        )
+        rest, streamed = torch.load(io.BytesIO(buffer), map_location="cpu", weights_only=True)
     except Exception as error:
         raise ZerolapError(
             "an optimizer state holds something other than tensors, numbers, strings and containers of them, "
             f"and is not loaded from another rank: {error}"
         ) from error
-    return states
+    return rest, [_Streamed(tuple(part), name, dtype, numel) for part, name, dtype, numel in streamed]

@@ -167,14 +167,17 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             routes=lambda index: [(0, params[index].numel(), GroupRank(to))],
             group=self.process_group,
             device=self._default_device,
+            into="cpu",
             what=f"consolidating optimizer state to group rank {to}",
         )
-        self._consolidated = self._whole_states(pieces) if self.rank == to else None
+        grouped = by_param(pieces)
+        del pieces  # so that each goes when it has been joined
+        self._consolidated = self._whole_states(grouped) if self.rank == to else None
 
-    def _whole_states(self, pieces: Mapping[Piece, State]) -> dict[int, State]:
-        grouped, whole = by_param(pieces), {}
+    def _whole_states(self, grouped: dict[int, list[tuple[Piece, State]]]) -> dict[int, State]:
+        whole = {}
         for index, param in enumerate(self._all_params):
-            joined = fit(grouped.get(index, ()), Piece(index, 0, param.numel()))
+            joined = fit(grouped.pop(index, ()), Piece(index, 0, param.numel()))
             if joined is not None:
                 # Copied: our own states would change under the snapshot's feet with the next step.
                 whole[index] = shaped_state(copied(joined, device="cpu"), param)
