@@ -25,7 +25,7 @@ def _sharded(ddp: DDP) -> zerolap.ZeroRedundancyOptimizer:
     return zerolap.ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, overlap_with_ddp=True)
 
 
-def _run_blocks() -> None:
+def _run_blocks(folder: str) -> None:
     (readme,) = _blocks("README.md")
     names: dict[str, Any] = {"model": Mlp(), "loader": list(batches(3)), "loss_of": lambda out: out.square().sum()}
     before = [p.detach().clone() for p in names["model"].parameters()]
@@ -44,9 +44,16 @@ def _run_blocks() -> None:
     assert handle.stats().num_updates == 2
     assert dist.get_world_size() == 2
 
+    saving, plain = _blocks("docs/checkpoints.md")
+    ddp = DDP(Mlp())
+    names = {"zerolap": zerolap, "ddp": ddp, "opt": _sharded(ddp), "batch": next(batches(1)), "folder": folder}
+    exec(saving, names)
+    assert names["loaded"].step == 4
+    exec(plain, names | {"plain": f"{folder}/plain"})
 
-def test_code_in_the_docs_runs() -> None:
-    run_ranks(2, _run_blocks)
+
+def test_code_in_the_docs_runs(tmp_path: Path) -> None:
+    run_ranks(2, _run_blocks, str(tmp_path))
 
 
 def test_links_between_pages_lead_somewhere() -> None:
