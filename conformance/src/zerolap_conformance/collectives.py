@@ -13,7 +13,7 @@ import zerolap
 from zerolap import Adapter
 from zerolap.plan import GroupRank
 from zerolap_conformance.requirements import NotDeclaredError, requirement
-from zerolap_conformance.support import busy, device_of, expect, expect_equal, own_group, world
+from zerolap_conformance.support import busy, come_late, device_of, expect, expect_equal, own_group, world
 
 SIZES = (1, 2, 3, 17, 64, 1009, 100_003)
 REDUCED = (torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int64)
@@ -40,15 +40,18 @@ def opens_groups(adapter: Adapter) -> None:
     "GRP-2", "A group of some ranks, in another order than the job's, works among them alone.", tier=2, min_ranks=2
 )
 def opens_groups_of_some(adapter: Adapter) -> None:
-    device, num_ranks = device_of(adapter), dist.get_world_size()
-    kind = dist.get_backend_config(world())
-    some = list(range(1, num_ranks)) if num_ranks > 2 else [0, 1]
-    like = dist.new_group(some, backend=kind)
-    if dist.get_rank() not in some:
-        return
-    assert like is not None
+    num_ranks, kind = dist.get_world_size(), dist.get_backend_config(world())
+    for ranks in (list(reversed(range(num_ranks))), list(range(1, num_ranks))):
+        like = dist.new_group(ranks, backend=kind, sort_ranks=False)
+        if dist.get_rank() in ranks:
+            assert like is not None
+            _try_group_of_some(adapter, like)
+
+
+def _try_group_of_some(adapter: Adapter, like: dist.ProcessGroup) -> None:
+    device, some = device_of(adapter), dist.get_process_group_ranks(like)
     group = own_group(adapter, like)
-    expect(group.rank(), some.index(dist.get_rank()), "the rank in the group")
+    expect((group.rank(), group.size()), (some.index(dist.get_rank()), len(some)), "rank and size in the group")
     for src in range(group.size()):
         x = torch.full((5,), float(dist.get_rank()), device=device)
         adapter.broadcast(x, src=GroupRank(src), group=group, what="broadcast").wait()
@@ -63,14 +66,29 @@ def opens_groups_of_some(adapter: Adapter) -> None:
 @requirement("GRP-3", "Two groups over the same ranks do not mix up their messages.", tier=2)
 def keeps_groups_apart(adapter: Adapter) -> None:
     device, groups = device_of(adapter), [own_group(adapter) for _ in range(2)]
-    tensors = [torch.full((1000,), float(i + 1), device=device) for i in range(2)]
-    works = [
-        adapter.all_reduce(x, op=dist.ReduceOp.SUM, group=group, what="sum")
-        for x, group in zip(tensors, groups, strict=True)
-    ]
+    rank, size = dist.get_rank(), dist.get_world_size()
+    reduced = [torch.full((1000,), float(i + 1), device=device) for i in range(2)]
+    scattered = [torch.zeros(1000, device=device) for _ in range(2)]
+    gathered = [torch.full((1000 * size,), float(rank + 10 * i), device=device) for i in range(2)]
+    works = []
+    for group, x, into, parts in zip(groups, reduced, scattered, gathered, strict=True):
+        source = zerolap.Parts.of(list(torch.split(parts * 1, 1000)))
+        works.append(
+            [
+                adapter.all_reduce(x, op=dist.ReduceOp.SUM, group=group, what="sum"),
+                adapter.reduce_scatter(source, into=into, group=group, tag=0, what="reduce-scatter"),
+                adapter.all_gather(
+                    zerolap.Parts.of(list(torch.split(parts, 1000))), group=group, tag=1, what="all-gather"
+                ),
+            ]
+        )
     for i in (1, 0):
-        works[i].wait()
-        expect_equal(tensors[i], torch.full((1000,), float((i + 1) * dist.get_world_size())), f"the sum in group {i}")
+        for work in works[i]:
+            work.wait()
+        values = [float(r + 10 * i) for r in range(size)]
+        expect_equal(reduced[i], torch.full((1000,), float((i + 1) * size)), f"the sum in group {i}")
+        expect_equal(scattered[i], torch.full((1000,), sum(values)), f"the reduce-scatter in group {i}")
+        expect_equal(gathered[i], torch.tensor(values).repeat_interleave(1000), f"the all-gather in group {i}")
 
 
 @requirement("GRP-4", "A group's timeout is that of the group it is like.", tier=2)
@@ -93,6 +111,11 @@ def finds_maxima(adapter: Adapter) -> None:
     votes = torch.tensor([group.rank() == 0, group.rank() == group.size() - 1, False], dtype=torch.int32, device=device)
     adapter.all_reduce(votes, op=dist.ReduceOp.MAX, group=group, what="votes").wait()
     expect(votes.tolist(), [1, 1, 0], "the votes")
+    for dtype, numel in product((torch.int32, torch.float32), SIZES):
+        x = _numbers(numel, group.rank(), dtype).to(device)
+        adapter.all_reduce(x, op=dist.ReduceOp.MAX, group=group, what=f"maximum of {numel}").wait()
+        expected = torch.stack([_numbers(numel, rank, dtype) for rank in range(group.size())]).amax(0)
+        expect_equal(x, expected, f"{numel} elements of {dtype}")
 
 
 @requirement(
@@ -180,10 +203,12 @@ def takes_scattered_parts(adapter: Adapter) -> None:
     into = torch.zeros(50, device=device)
     adapter.reduce_scatter(parts, into=into, group=group, tag=0, what="reduce-scatter").wait()
     expect_equal(into, torch.full((50,), float(sum(10 * rank + r for r in range(size)))), "the sum")
-    parts = zerolap.Parts.of([torch.full((50,), float(rank), device=device) for _ in range(size)])
-    adapter.all_gather(parts, group=group, tag=0, what="all-gather").wait()
-    for r, part in enumerate(parts.tensors):
-        expect_equal(part, torch.full((50,), float(r)), f"the part of rank {r}")
+    for turn in range(size):
+        parts = zerolap.Parts.of([torch.full((50,), float(rank), device=device) for _ in range(size)])
+        come_late(group, turn)
+        adapter.all_gather(parts, group=group, tag=0, what="all-gather").wait()
+        for r, part in enumerate(parts.tensors):
+            expect_equal(part, torch.full((50,), float(r)), f"the part of rank {r}")
 
 
 @requirement("ORD-1", "Many collectives may be under way at once, and each gives its own result.", tier=2)
@@ -203,6 +228,16 @@ def keeps_many_apart(adapter: Adapter) -> None:
         pending.wait()
         expected = torch.stack([_numbers(numel * size, r + tag, torch.float32) for r in range(size)]).sum(0)
         expect_equal(into, expected[rank * numel : (rank + 1) * numel], f"bucket {tag}")
+    gathers = []
+    for tag in range(40):
+        numel = 50 + 13 * tag
+        received = torch.full((numel * size,), float(rank + tag), device=device)
+        parts = zerolap.Parts.of(list(torch.split(received, numel)))
+        gathers.append((adapter.all_gather(parts, group=group, tag=tag, what=f"bucket {tag}"), received, numel, tag))
+    for pending, received, numel, tag in gathers:
+        pending.wait()
+        expected = (torch.arange(size) + tag).float().repeat_interleave(numel)
+        expect_equal(received, expected, f"all-gather of bucket {tag}")
 
 
 @requirement("ORD-2", "A collective sends what its caller has computed, not what was there before.", tier=2)
@@ -210,23 +245,45 @@ def waits_for_its_caller(adapter: Adapter) -> None:
     group, device = own_group(adapter), device_of(adapter)
     for i in range(1, 11):
         x = torch.zeros(50_000, device=device)
-        busy(device, 0.003)
+        busy(device, 0.005)
         x.fill_(float(i))
         adapter.all_reduce(x, op=dist.ReduceOp.SUM, group=group, what="sum").wait()
         expect_equal(x, torch.full((50_000,), float(i * group.size())), f"round {i}")
+        source = torch.zeros(1000 * group.size(), device=device)
+        into = torch.zeros(1000, device=device)
+        busy(device, 0.005)
+        source.fill_(float(i))
+        parts = zerolap.Parts.of(list(torch.split(source, 1000)))
+        adapter.reduce_scatter(parts, into=into, group=group, tag=i, what="reduce-scatter").wait()
+        expect_equal(into, torch.full((1000,), float(i * group.size())), f"reduce-scatter, round {i}")
 
 
 @requirement("ORD-3", "Waiting for a collective makes its result visible to what is done next.", tier=2)
 def makes_its_waiter_wait(adapter: Adapter) -> None:
     group, device = own_group(adapter), device_of(adapter)
-    for i in range(1, 11):
-        if group.rank() == i % group.size():
-            time.sleep(0.01)  # so that the others have to wait
+    rank, size = group.rank(), group.size()
+    for i in range(1, 7):
+        come_late(group, i)
         x = torch.full((200_000,), float(i), device=device)
         adapter.all_reduce(x, op=dist.ReduceOp.SUM, group=group, what="sum").wait()
         y = x * 2
         x.zero_()
-        expect_equal(y, torch.full((200_000,), 2.0 * i * group.size()), f"round {i}")
+        expect_equal(y, torch.full((200_000,), 2.0 * i * size), f"round {i}")
+        parts = zerolap.Parts.of(list(torch.split(torch.full((1000 * size,), float(rank + i), device=device), 1000)))
+        into = torch.zeros(1000, device=device)
+        come_late(group, i)
+        adapter.reduce_scatter(parts, into=into, group=group, tag=0, what="reduce-scatter").wait()
+        y = into * 2
+        expect_equal(y, torch.full((1000,), 2.0 * sum(r + i for r in range(size))), f"reduce-scatter, round {i}")
+        come_late(group, i)
+        adapter.all_gather(parts, group=group, tag=1, what="all-gather").wait()
+        y = torch.cat(parts.tensors) * 2
+        expected = (torch.arange(size) + i).repeat_interleave(1000) * 2.0
+        expect_equal(y, expected, f"all-gather, round {i}")
+        come_late(group, i)
+        adapter.broadcast(x.fill_(rank), src=GroupRank(i % size), group=group, what="broadcast").wait()
+        y = x * 2
+        expect_equal(y, torch.full((200_000,), 2.0 * (i % size)), f"broadcast, round {i}")
 
 
 @requirement("ORD-4", "The same input gives bitwise the same sum every time.", tier=2)
@@ -255,6 +312,32 @@ def lets_go(adapter: Adapter) -> None:
         source.fill_(-1.0)
         del pending, parts, source
         expect_equal(into, torch.full((numel,), float(sum(i + r for r in range(size)))), f"round {i}")
+
+
+@requirement("ORD-6", "A collective under way keeps the memory it needs, whoever else asks for some.", tier=2)
+def keeps_its_memory(adapter: Adapter) -> None:
+    group, device = own_group(adapter), device_of(adapter)
+    rank, size = group.rank(), group.size()
+    for i in range(2 * size):
+        sizes = [3000 + (i % 2) * r for r in range(size)]
+        into = torch.zeros(sizes[rank], device=device)
+        received = [torch.full((numel,), float(rank), device=device) for numel in sizes]
+        come_late(group, i)
+        # Holds up what is started behind it until all ranks are here.
+        gate = adapter.all_reduce(torch.zeros(1, device=device), op=dist.ReduceOp.SUM, group=group, what="gate")
+        parts = zerolap.Parts.of(
+            [torch.full((numel,), float(10 * r + rank), device=device) for r, numel in enumerate(sizes)]
+        )
+        scatter = adapter.reduce_scatter(parts, into=into, group=group, tag=0, what="reduce-scatter")
+        gather = adapter.all_gather(zerolap.Parts.of(received), group=group, tag=1, what="all-gather")
+        del parts
+        taken = [torch.full((numel,), -1.0, device=device) for numel in (*sizes, size * max(sizes)) for _ in range(3)]
+        for pending in (gate, scatter, gather):
+            pending.wait()
+        del taken
+        expect_equal(into, torch.full((sizes[rank],), float(sum(10 * rank + r for r in range(size)))), "the sum")
+        for r, part in enumerate(received):
+            expect_equal(part, torch.full((sizes[r],), float(r)), f"the part of rank {r}")
 
 
 @requirement(
@@ -288,13 +371,14 @@ def completes_futures_as_declared(adapter: Adapter) -> list[str]:
     group, device = own_group(adapter), device_of(adapter)
     is_done = False
     x = torch.ones(1000, device=device)
-    dist.barrier()
+    dist.all_reduce(torch.zeros(1))  # a barrier on the host
     if group.rank() == 0:
+        start = time.monotonic()
         work = group.allreduce(x)
-        is_done = work.get_future().done()
+        is_done = work.get_future().done() and time.monotonic() - start < 0.2
         work.wait()
     else:
-        time.sleep(0.5)
+        time.sleep(0.3)
         group.allreduce(x).wait()
     expect_equal(x, torch.full((1000,), float(group.size())), "the sum")
     declared = adapter.capabilities.futures_complete_at_enqueue

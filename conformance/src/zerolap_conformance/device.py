@@ -43,9 +43,12 @@ def states_its_capabilities(adapter: Adapter) -> None:
 @requirement("DEV-4", "Tensors made on the device stay there, and compute what a CPU computes.", tier=0)
 def computes(adapter: Adapter) -> None:
     device = device_of(adapter)
-    x = torch.arange(1000, dtype=torch.float32).to(device)
-    expect(x.device.type, device.type, "the device of a tensor that was moved there")
-    expect_equal(x * 2 + 1, torch.arange(1000, dtype=torch.float32) * 2 + 1, "2x + 1")
+    for dtype, numel in ((torch.float32, 1000), (torch.bfloat16, 100), (torch.int32, 1000)):
+        x = torch.arange(numel).to(dtype).to(device)
+        y = x * 2 + 1
+        for what, tensor in (("a tensor that was moved there", x), ("what was computed from it", y)):
+            expect(tensor.device.type, device.type, f"the device of {what}")
+        expect_equal(y, torch.tensor([2 * i + 1 for i in range(numel)], dtype=dtype), f"2x + 1 in {dtype}")
 
 
 @requirement("DEV-5", "diagnose() gives sentences, and never raises.", tier=0)
@@ -60,13 +63,21 @@ def diagnoses(adapter: Adapter) -> list[str]:
 def synchronizes(adapter: Adapter) -> None:
     device = device_of(adapter)
     lane = adapter.lane("conformance", device=device)
-    lane.submit(lambda: busy(device))
-    lane.run(lambda: None)
-    adapter.synchronize()
-    if device.type != "cpu":
-        assert torch.accelerator.current_stream(device).query(), (
-            "work is left on the current stream after synchronize()"
-        )
+    if device.type == "cpu":
+        lane.run(lambda: busy(device))
+        adapter.synchronize()  # nothing is left to do there, but it can be called
+    else:
+        busy(device)  # calibrates itself, which waits for the device
+        for where, start in (("current stream", lambda fn: fn()), ("lane", lane.submit)):
+            event = torch.Event(device=device)
+
+            def work(event: torch.Event = event) -> None:
+                busy(device, 0.05)
+                event.record()
+
+            start(work)
+            adapter.synchronize()
+            assert event.query(), f"work is left on the {where} after synchronize()"
     lane.close()
 
 

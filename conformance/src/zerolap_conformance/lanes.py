@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from torch import Tensor
 import zerolap
 from zerolap import Adapter
 from zerolap_conformance.requirements import requirement
-from zerolap_conformance.support import busy, device_of, expect, expect_equal, expect_error, own_group
+from zerolap_conformance.support import busy, come_late, device_of, expect, expect_equal, expect_error, own_group
 
 
 @requirement("LANE-1", "A lane runs what it is given in the order given.", tier=1)
@@ -47,7 +48,7 @@ def hands_over(adapter: Adapter) -> None:
         x = torch.zeros(10_000, device=device)
 
         def fill(x: Tensor = x, i: int = i) -> str:
-            busy(device, 0.002)
+            busy(device, 0.005)
             x.fill_(i)
             return f"filled {i}"
 
@@ -60,11 +61,12 @@ def hands_over(adapter: Adapter) -> None:
 def sees_its_caller(adapter: Adapter) -> None:
     device = device_of(adapter)
     lane = adapter.lane("conformance", device=device)
+    starts: tuple[Callable[[Callable[[], Tensor]], Tensor], ...] = (lane.run, lambda fn: lane.submit(fn).wait())
     for i in range(20):
         x = torch.zeros(10_000, device=device)
-        busy(device, 0.002)
+        busy(device, 0.005)
         x.fill_(i)
-        y = lane.run(lambda x=x: x * 2)  # type: ignore[misc]
+        y = starts[i % 2](lambda x=x: x * 2)  # type: ignore[misc]
         expect_equal(y, torch.full((10_000,), 2.0 * i), "what the lane has read")
     lane.close()
 
@@ -77,7 +79,7 @@ def futures_hand_over(adapter: Adapter) -> None:
         x = torch.zeros(10_000, device=device)
 
         def fill(x: Tensor = x, i: int = i) -> Tensor:
-            busy(device, 0.002)
+            busy(device, 0.005)
             return x.fill_(i)
 
         y = lane.submit(fill).wait()
@@ -110,25 +112,39 @@ def closes(adapter: Adapter) -> None:
 def acts_as_its_caller(adapter: Adapter) -> None:
     device = device_of(adapter)
     lane = adapter.lane("conformance", device=device)
-    x = torch.zeros(10_000, device=device)
+    for i in range(10):
+        x = torch.zeros(10_000, device=device)
+        streams = [_stream(device)]
 
-    def work() -> Tensor:
-        busy(device, 0.005)
-        x.fill_(3)
-        with lane.as_caller():
-            y = x * 2
-        return y + 1
+        def work(x: Tensor = x, i: int = i, streams: list[object] = streams) -> Tensor:
+            busy(device, 0.005)
+            x.fill_(i)
+            with lane.as_caller():
+                streams.append(_stream(device))
+                y = x * 2
+                busy(device, 0.005)
+                y.add_(1)
+            return y.mul_(2)
 
-    expect_equal(lane.run(work), torch.full((10_000,), 7.0), "what was computed half here and half there")
+        expect_equal(lane.run(work), torch.full((10_000,), 4.0 * i + 2), "what was computed half here and half there")
+        expect(streams[1], streams[0], "whose memory is used, by its stream")
     lane.close()
+
+
+def _stream(device: torch.device) -> object:
+    """By which the device's memory is kept apart, if it has streams."""
+    return None if device.type == "cpu" else torch.accelerator.current_stream(device).stream_id
 
 
 @requirement("SIDE-1", "A collective started on a side is waited for by its result, by several waiters too.", tier=1)
 def sides_hand_over(adapter: Adapter) -> None:
     device, group, side = device_of(adapter), own_group(adapter), adapter.side(device_of(adapter))
-    size = group.size()
+    size, lane = group.size(), adapter.lane("conformance", device=device)
     for i in range(10):
-        x = torch.full((5_000,), float(i), device=device)
+        x = torch.zeros(5_000, device=device)
+        come_late(group, i)
+        busy(device, 0.005)
+        x.fill_(i + 1)
 
         def start(x: Tensor = x) -> zerolap.Pending:
             scratch = x * 1  # made and dropped here
@@ -136,9 +152,15 @@ def sides_hand_over(adapter: Adapter) -> None:
             return adapter.all_reduce(x, op=dist.ReduceOp.SUM, group=group, what="sum")
 
         pending = side.start(start)
+        if i % 2:
+            other = lane.submit(pending.wait)
+            while not other.done():  # on the host only: waiting for the future would make the device wait, too
+                time.sleep(0.001)
         pending.wait()
+        y = x * 2
         pending.wait()
-        expect_equal(x, torch.full((5_000,), float(i * size)), "the sum")
+        expect_equal(y, torch.full((5_000,), 2.0 * (i + 1) * size), f"twice the sum, round {i}")
+    lane.close()
 
 
 @requirement("SIDE-2", "Memory that a side's work has made is not handed out while it is in use.", tier=1)
@@ -148,25 +170,31 @@ def sides_keep_memory(adapter: Adapter) -> None:
     for i in range(10):
         into = torch.zeros(numel, device=device)
         source = torch.full((numel * size,), float(rank + i), device=device)
+        come_late(group, i)
+        # Holds up what is started behind it until all ranks are here.
+        gate = adapter.all_reduce(torch.zeros(1, device=device), op=dist.ReduceOp.SUM, group=group, what="gate")
 
         def start(source: Tensor = source, into: Tensor = into) -> zerolap.Pending:
             parts = zerolap.Parts.of(list(torch.split(source * 1, numel)))
             return adapter.reduce_scatter(parts, into=into, group=group, tag=0, what="sum")
 
         pending = side.start(start)
-        for _ in range(5):
-            torch.full((numel * size,), -1.0, device=device)  # would get the memory if it were free
+        taken = [torch.full((numel * size,), -1.0, device=device) for _ in range(5)]  # of the memory, if it were free
+        gate.wait()
         pending.wait()
+        del taken
         expect_equal(into, torch.full((numel,), float(sum(r + i for r in range(size)))), "the sum")
 
 
 @requirement("TIME-1", "Moments follow each other, and the time between two of them is in seconds.", tier=1)
 def measures_time(adapter: Adapter) -> None:
     device = device_of(adapter)
+    busy(device)  # calibrates itself
+    adapter.synchronize()
     start, wall = adapter.moment(), time.perf_counter()
     busy(device, 0.05)
     end = adapter.moment()
     adapter.synchronize()
     wall = time.perf_counter() - wall
     seconds = adapter.seconds_between(start, end)
-    assert 0 <= seconds <= 2 * wall + 0.05, f"{seconds} s by the device's clock, {wall} s by the host's"
+    assert wall / 10 <= seconds <= 2 * wall + 0.05, f"{seconds} s by the device's clock, {wall} s by the host's"

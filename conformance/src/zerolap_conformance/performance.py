@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 
 import torch
@@ -50,15 +51,18 @@ def costs_little_host_time(adapter: Adapter) -> list[str]:
 
     def timed(bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         nonlocal spent
-        start = time.thread_time()
+        start = time.perf_counter()  # not the processor's time: one who waits holds up backward, too
         future = on_bucket(bucket)
-        spent += time.thread_time() - start
+        spent += time.perf_counter() - start
         return future
 
     engine.on_bucket = timed  # type: ignore[method-assign]
+    iterations = []
     for _ in range(10):
+        spent = 0.0
         ddp(torch.ones(4, 512, device=device_of(adapter))).sum().backward()
-    seconds = spent / 10 / handle.stats().num_buckets
+        iterations.append(spent / handle.stats().num_buckets)
+    seconds = statistics.median(iterations)  # whoever else uses the host disturbs some iterations, not most
     assert seconds <= MOST_HOST_SECONDS, f"{1e3 * seconds:.2f} ms per bucket, {1e3 * MOST_HOST_SECONDS} is allowed"
     return [f"{1e6 * seconds:.0f} microseconds per bucket"]
 
@@ -66,12 +70,14 @@ def costs_little_host_time(adapter: Adapter) -> list[str]:
 @requirement("PERF-3", "A trace shows reductions under way while backward still computes.", tier=5, min_ranks=2)
 def overlaps(adapter: Adapter) -> list[str]:
     handle, ddp, _ = _trained(adapter)
-    with handle.trace() as trace:
-        for _ in range(3):
-            ddp(torch.ones(4, 512, device=device_of(adapter))).sum().backward()
-        handle.finish()
-    ready = [span.end for span in trace.spans if span.kind == "ready"]
-    reduced = [span.end for span in trace.spans if span.kind == "reduce"]
-    early = sum(end < max(ready) for end in reduced)
-    assert early > 0, "no reduction was done before the last gradients were ready"
-    return [f"{early} of {len(reduced)} reductions were done before the last gradients were ready"]
+    early = total = 0
+    for _ in range(5):
+        with handle.trace() as trace:
+            ddp(torch.ones(128, 512, device=device_of(adapter))).sum().backward()
+            handle.finish()
+        ready = [span.end for span in trace.spans if span.kind == "ready"]
+        reduced = [span.end for span in trace.spans if span.kind == "reduce"]
+        early += sum(end < max(ready) for end in reduced)
+        total += len(reduced)
+    assert early > 0, f"of {total} reductions none was done before the last gradients of its iteration were ready"
+    return [f"{early} of {total} reductions were done before the last gradients were ready"]

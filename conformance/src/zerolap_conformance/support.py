@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 import uuid
 from collections.abc import Callable
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -71,9 +73,35 @@ def expect_error(call: Callable[[], object], words: str, what: str) -> None:
 
 
 def busy(device: torch.device, seconds: float = 0.05) -> Tensor:
-    """Give the device something to do for about so long; returns what depends on all of it."""
-    x = torch.rand(200, 200, device=device) / 200
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        x = (x @ x).clamp(0, 1)
+    """Give the device something to do for about so long by its own clock; returns what depends on all of it.
+
+    The host is done with it long before the device is, where the device has streams: what does not wait comes too early.
+    """
+    factor, each = _product(device)
+    x = factor
+    for _ in range(math.ceil(seconds / each)):
+        x = x @ factor
     return x
+
+
+@cache
+def _product(device: torch.device) -> tuple[Tensor, float]:
+    """A matrix whose square takes the device far longer than the host needs to ask for it, and how long that is."""
+    size = 128
+    while True:
+        x = torch.full((size, size), 1 / size, device=device)
+        (x @ x).sum().item()
+        seconds = math.inf
+        for _ in range(8):
+            start = time.perf_counter()
+            (x @ x @ x @ x @ x).sum().item()
+            seconds = min(seconds, (time.perf_counter() - start) / 4)
+        if seconds >= 0.0005 or size >= 8192:
+            return x, seconds
+        size *= 2
+
+
+def come_late(group: dist.ProcessGroup, turn: int, *, seconds: float = 0.02) -> None:
+    """One rank after the other comes late by this much, so that the others' collectives are under way for as long."""
+    if group.rank() == turn % group.size():
+        time.sleep(seconds)
