@@ -1,32 +1,54 @@
-"""Adapters with one thing wrong each, and the requirement that must catch it. Made where they are used, by name."""
+"""Adapters with one thing wrong each, and what must catch it; here those of a device without streams, up to tier 2.
+
+Made where they are used, by name.
+"""
 
 from __future__ import annotations
 
-import random
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import zerolap
 from zerolap import Adapter, Capabilities, Parts, Pending
 from zerolap.lane import HostSide, ThreadLane
 from zerolap_cpu_gloo import CpuGlooAdapter
 
-# What each must fail, first; beside it, what else may fail by the same fault. Everything else must stay green.
-BREAKERS: dict[str, tuple[str, frozenset[str]]] = {}
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Breaker:
+    """What must fail on an adapter, what may by the same fault, and what beyond tier 2 must not. Tiers 0 to 2 must not either."""
+
+    adapter: str
+    must_fail: Sequence[str]
+    may_fail: frozenset[str]
+    must_pass: Sequence[str]
 
 
+BREAKERS: dict[str, Breaker] = {}
 EVERYTHING = "*"  # nothing can be asked of such an adapter
 
 
-def caught_by(requirement: str, *others: str) -> Callable[[type[Adapter]], type[Adapter]]:
+def caught_by(*must_fail: str, may: str = "", but_not_by: str = "") -> Callable[[type[Adapter]], type[Adapter]]:
+    """Register a broken adapter. Ids of what may fail and of what must not are given in one string."""
+
     def register(cls: type[Adapter]) -> type[Adapter]:
-        BREAKERS[cls.__name__] = (requirement, frozenset(others))
+        BREAKERS[cls.__name__] = Breaker(
+            adapter=f"{cls.__module__}:{cls.__name__}",
+            must_fail=must_fail,
+            may_fail=frozenset(may.split()),
+            must_pass=but_not_by.split(),
+        )
         return cls
 
     return register
@@ -41,7 +63,7 @@ def _declaring(**changes: Any) -> Capabilities:
 
 
 class Later(Pending):
-    """A collective with something done to it when it has arrived."""
+    """A collective with something done to it when it has arrived, once."""
 
     __slots__ = ("_after", "_inner")
 
@@ -52,13 +74,18 @@ class Later(Pending):
 
     def wait(self) -> None:
         self._inner.wait()
-        self._after()
+        after, self._after = self._after, _nothing
+        after()
+
+
+def _nothing() -> None:
+    pass
 
 
 # --- tier 0 -----------------------------------------------------------------------------------------------------------
 
 
-@caught_by("DEV-1")
+@caught_by("DEV-1", may=EVERYTHING)
 class HasNoDevice(CpuGlooAdapter):
     def why_unavailable(self) -> str:
         return "the cable is not plugged in"
@@ -74,10 +101,38 @@ class StatesNonsense(CpuGlooAdapter):
     capabilities = _declaring(futures_complete_at_enqueue=None)
 
 
-@caught_by("DEV-2", EVERYTHING)
+@caught_by("DEV-2", may=EVERYTHING)
 class MisplacesItsDevice(CpuGlooAdapter):
     def device(self, local_rank: int) -> torch.device:
         return torch.device("meta")
+
+
+class _Rounding(TorchDispatchMode):
+    """Multiplies in 16 bits, whatever it is given."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.mul.Tensor and result.dtype == torch.float32:
+            return result.bfloat16().float()
+        return result
+
+
+@caught_by("DEV-4")
+class ComputesInSixteenBits(CpuGlooAdapter):
+    """Fast mathematics, turned on for everybody by whoever uses the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        _Rounding().__enter__()
+
+
+@caught_by("DEV-8")
+class ReducesDoublesAsSingles(CpuGlooAdapter):
+    def all_reduce(self, tensor: Tensor, **options: Any) -> Pending:
+        if tensor.dtype != torch.float64:
+            return super().all_reduce(tensor, **options)
+        single = tensor.float()
+        return Later(super().all_reduce(single, **options), lambda: tensor.copy_(single))
 
 
 @caught_by("DEV-5")
@@ -86,7 +141,7 @@ class CannotDiagnose(CpuGlooAdapter):
         raise OSError("no such file: libdiagnose.so")
 
 
-@caught_by("DEV-6", EVERYTHING)
+@caught_by("DEV-6", may=EVERYTHING)
 class CannotSynchronize(CpuGlooAdapter):
     def synchronize(self) -> None:
         raise RuntimeError("synchronize() is not implemented")
@@ -133,7 +188,7 @@ class _Shuffling(ThreadLane):
         return super().submit(fn).wait()
 
 
-@caught_by("LANE-1", "LANE-2", "LANE-5", "LANE-7")
+@caught_by("LANE-1", may="LANE-2 LANE-4 LANE-5 LANE-7 SIDE-1")
 class RunsInAnotherOrder(_WithLane):
     made = _Shuffling
 
@@ -160,7 +215,7 @@ class _Forgetful(ThreadLane):
         return None
 
 
-@caught_by("LANE-3", "LANE-1", "LANE-2", "LANE-4", "LANE-6", "LANE-8", "DEV-6")
+@caught_by("LANE-3", may="LANE-1 LANE-2 LANE-4 LANE-6 LANE-8 DEV-6")
 class DoesNotWaitForItsLane(_WithLane):
     made = _Forgetful
 
@@ -173,7 +228,7 @@ class _Early(ThreadLane):
         return early
 
 
-@caught_by("LANE-5", "LANE-2", "LANE-3", "LANE-4", "LANE-6", "LANE-8", "LANE-1")
+@caught_by("LANE-5", may="LANE-1 LANE-2 LANE-3 LANE-4 LANE-6 LANE-8 DEV-6 SIDE-1")
 class CompletesFuturesEarly(_WithLane):
     made = _Early
 
@@ -185,6 +240,18 @@ class _WithGrad(ThreadLane):
                 return fn()
 
         return super().submit(with_grad)
+
+
+class _Uncaring(ThreadLane):
+    @contextmanager
+    def as_caller(self) -> Any:
+        with torch.inference_mode():  # "nothing here is for autograd", but what is made is the model's
+            yield
+
+
+@caught_by("LANE-8")
+class MakesMemoryNobodyCanUse(_WithLane):
+    made = _Uncaring
 
 
 @caught_by("LANE-6")
@@ -211,7 +278,7 @@ class _Deaf(HostSide):
         return Later(Pending((), tensors=(), what="", sent_bytes=pending.sent_bytes), lambda: None)
 
 
-@caught_by("SIDE-1", "SIDE-2")
+@caught_by("SIDE-1", may="SIDE-2")
 class ForgetsItsSide(CpuGlooAdapter):
     def side(self, device: torch.device) -> zerolap.Side:
         return _Deaf()
@@ -226,9 +293,7 @@ class MeasuresInMilliseconds(CpuGlooAdapter):
 # --- tier 2 -----------------------------------------------------------------------------------------------------------
 
 
-@caught_by(
-    "GRP-1", "GRP-2", "GRP-3", "COL-1", "COL-3", "COL-4", "COL-5", "COL-7", "COL-8", "COL-9", "ORD-1", "ORD-5", "SIDE-2"
-)
+@caught_by("GRP-1", may="GRP-2 GRP-3 COL-1 COL-2 COL-3 COL-4 COL-5 COL-7 COL-8 COL-9 ORD-1 ORD-3 ORD-5 ORD-6 SIDE-2")
 class SwapsRanks(CpuGlooAdapter):
     def make_backend(self, spec: zerolap.GroupSpec) -> Any:
         return dist.ProcessGroupGloo(spec.store, spec.size - 1 - spec.rank, spec.size, spec.timeout)
@@ -244,20 +309,56 @@ class SwapsRanks(CpuGlooAdapter):
         return group
 
 
+@caught_by("GRP-2")
+class TakesGlobalRanksForItsOwn(CpuGlooAdapter):
+    def open_group(self, like: dist.ProcessGroup, *, name: str) -> dist.ProcessGroup:
+        store, rank = dist.PrefixStore(name, like.get_group_store()), dist.get_rank()
+        group = dist.ProcessGroup(store, rank, like.size())
+        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        backend = dist.ProcessGroupGloo(store, rank, like.size(), self.timeout(like))
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+        group._set_group_name(dist.GroupName(name))
+        return group
+
+
+@caught_by("GRP-3")
+class TellsMessagesByTagOnly(CpuGlooAdapter):
+    """Two groups that reduce with the same tag at once get each other's results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._under_way: dict[tuple[int, str], tuple[Pending, Tensor]] = {}
+
+    def reduce_scatter(self, parts: Parts, *, into: Tensor, tag: int, group: dist.ProcessGroup, what: str) -> Pending:
+        pending = super().reduce_scatter(parts, into=into, tag=tag, group=group, what=what)
+        self._under_way[tag, group.group_name] = (pending, into)
+
+        def mix_up() -> None:
+            del self._under_way[tag, group.group_name]
+            for (other_tag, _), (other, theirs) in self._under_way.items():
+                if other_tag == tag and theirs.shape == into.shape:
+                    other.wait()
+                    mine = into.clone()
+                    into.copy_(theirs)
+                    theirs.copy_(mine)
+
+        return Later(pending, mix_up)
+
+
 @caught_by("GRP-4")
 class ForgetsTimeouts(CpuGlooAdapter):
-    def timeout(self, group: dist.ProcessGroup) -> Any:
-        return super().timeout(group) * random.choice([1, 2, 3, 4, 5, 6, 7, 8])
+    def make_backend(self, spec: zerolap.GroupSpec) -> Any:
+        return dist.ProcessGroupGloo(spec.store, spec.rank, spec.size, timedelta(minutes=30))
 
 
-@caught_by("COL-1", "GRP-3", "ORD-2", "ORD-3", "SIDE-1", "DEV-8", "CAP-2")
+@caught_by("COL-1", may="GRP-3 ORD-2 ORD-3 SIDE-1 DEV-8 CAP-2")
 class SumsTwice(CpuGlooAdapter):
     def all_reduce(self, tensor: Tensor, *, op: Any, **options: Any) -> Pending:
         pending = super().all_reduce(tensor, op=op, **options)
         return Later(pending, lambda: tensor.mul_(2) if op == dist.ReduceOp.SUM else None)
 
 
-@caught_by("COL-1", "DEV-8")
+@caught_by("COL-1", may="DEV-8")
 class AveragesSmallOnes(CpuGlooAdapter):
     def all_reduce(self, tensor: Tensor, *, op: Any, group: dist.ProcessGroup, what: str) -> Pending:
         pending = super().all_reduce(tensor, op=op, group=group, what=what)
@@ -272,7 +373,7 @@ class TakesTheSumForTheMaximum(CpuGlooAdapter):
         return super().all_reduce(tensor, op=dist.ReduceOp.SUM, **options)
 
 
-@caught_by("COL-3", "GRP-2")
+@caught_by("COL-3", may="GRP-2 ORD-3")
 class BroadcastsFromRankZero(CpuGlooAdapter):
     def broadcast(self, tensor: Tensor, *, src: Any, **options: Any) -> Pending:
         return super().broadcast(tensor, src=zerolap.plan.GroupRank(0), **options)  # type: ignore[attr-defined]
@@ -289,58 +390,63 @@ class _Scatters(CpuGlooAdapter):
         return Later(pending, lambda: self.spoil(parts, into))
 
 
-_SCATTERED = ("GRP-2", "COL-5", "COL-6", "COL-9", "ORD-1", "ORD-5", "SIDE-2")
+_SCATTERED = "GRP-2 GRP-3 COL-5 COL-6 COL-9 ORD-1 ORD-2 ORD-3 ORD-5 ORD-6 SIDE-2"
 
 
-@caught_by("COL-4", *_SCATTERED)
+@caught_by("COL-4", may=_SCATTERED)
 class DropsTheLastOfOddSizes(_Scatters):
     def spoil(self, parts: Parts, into: Tensor) -> None:
         if into.numel() % 2:
             into[-1] = 0
 
 
-@caught_by("COL-5", "COL-6")
+@caught_by("COL-5", may="COL-6 ORD-6")
 class FailsOnUnevenParts(_Scatters):
     def spoil(self, parts: Parts, into: Tensor) -> None:
         if not parts.is_equal and into.numel():
             into[0] += 1
 
 
-@caught_by("COL-6", "ORD-4")
+@caught_by("COL-6", may="ORD-3 ORD-4")
 class ChangesItsInput(_Scatters):
     def spoil(self, parts: Parts, into: Tensor) -> None:
         for part in parts.tensors:
             part.add_(1)
 
 
-@caught_by("ORD-4", *_SCATTERED, "COL-4")
-class SumsDifferentlyEachTime(_Scatters):
+@caught_by("ORD-4")
+class RoundsByLot(_Scatters):
+    """Whole numbers have nothing to round, so sums of them are right."""
+
     def spoil(self, parts: Parts, into: Tensor) -> None:
-        if into.dtype == torch.float32 and into.numel():
-            into[0] *= 1 + random.random() * 1e-6
+        if into.is_floating_point():
+            self._num = getattr(self, "_num", 0) + 1
+            up = torch.nextafter(into, into.new_full((), float("inf")))
+            into.copy_(torch.where((into != into.round()) & (self._num % 2 == 0), up, into))
 
 
-@caught_by("ORD-1", "ORD-5")
+@caught_by("ORD-1")
 class MixesUpTags(CpuGlooAdapter):
-    """Results of two collectives under way at once are exchanged."""
+    """The result of a collective that is overtaken by the next one is the next one's."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._last: dict[str, tuple[int, Tensor]] = {}
+        self._under_way: dict[str, list[Tensor]] = {}
 
     def reduce_scatter(self, parts: Parts, *, into: Tensor, tag: int, group: dist.ProcessGroup, what: str) -> Pending:
         pending = super().reduce_scatter(parts, into=into, tag=tag, group=group, what=what)
-        before = self._last.get(group.group_name)
-        self._last[group.group_name] = (tag, into)
+        under_way = self._under_way.setdefault(group.group_name, [])
+        under_way.append(into)
 
-        def swap() -> None:
-            if before is not None and before[0] not in (tag, 0) and before[1].numel():
-                into[: before[1].numel()].copy_(before[1][: into.numel()])
+        def mix_up() -> None:
+            del under_way[0]
+            if under_way and into.numel():
+                into[0] = under_way[0][0]
 
-        return Later(pending, swap)
+        return Later(pending, mix_up)
 
 
-@caught_by("ORD-3", "COL-1", "GRP-3", "ORD-2", "SIDE-1", "DEV-8", "COL-2", "CAP-2")
+@caught_by("ORD-3", may="COL-1 GRP-3 ORD-2 SIDE-1 DEV-8 COL-2 CAP-2")
 class DoesNotWait(CpuGlooAdapter):
     """An all-reduce that says it is done when it has begun."""
 
@@ -351,29 +457,30 @@ class DoesNotWait(CpuGlooAdapter):
         return Pending((), tensors=(), what="")
 
 
-@caught_by("ORD-2")
-class SendsWhatWasThere(CpuGlooAdapter):
-    """Sends zeros now and then: as if it had not waited for its caller."""
-
-    def all_reduce(self, tensor: Tensor, *, op: Any, **options: Any) -> Pending:
-        if tensor.numel() == 50_000:
-            tensor.zero_()
-        return super().all_reduce(tensor, op=op, **options)
-
-
 @caught_by("ORD-5")
-class FreesTooEarly(_Scatters):
-    """What it has received is lost when its caller lets go."""
+class SendsWhenItLikes(CpuGlooAdapter):
+    """Rank 0 says that a reduce-scatter is done when it has received everything, though it has not sent anything yet."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._num = 0
+    def reduce_scatter(self, parts: Parts, *, into: Tensor, group: dist.ProcessGroup, tag: int, what: str) -> Pending:
+        if group.rank() != 0 or group.size() != 2:
+            return super().reduce_scatter(parts, into=into, group=group, tag=tag, what=what)
+        mine, theirs = parts.tensors
+        received, number = torch.empty_like(mine), 4096 * tag
+        works = [group.recv([received], 1, number)] if mine.numel() else []
 
-    def spoil(self, parts: Parts, into: Tensor) -> None:
-        if into.numel() == 30_011:
-            self._num += 1
-            if self._num > 10:
-                into.fill_(-1.0)
+        def send() -> None:
+            time.sleep(0.01)
+            group.send([theirs], 1, number).wait()
+
+        if theirs.numel():
+            threading.Thread(target=send).start()
+        return Pending(
+            works,
+            tensors=(parts, into),
+            what=what,
+            sent_bytes=theirs.nbytes,
+            finish=lambda: torch.add(mine, received, out=into),
+        )
 
 
 class _Gathers(CpuGlooAdapter):
@@ -385,13 +492,13 @@ class _Gathers(CpuGlooAdapter):
         return Later(pending, lambda: self.spoil(parts, group.rank()))
 
 
-@caught_by("COL-7", "COL-8", "COL-9")
+@caught_by("COL-7", may="COL-8 COL-9 GRP-3 ORD-1 ORD-3 ORD-6")
 class LosesItsOwnPart(_Gathers):
     def spoil(self, parts: Parts, rank: int) -> None:
         parts.tensors[rank].zero_()
 
 
-@caught_by("COL-8")
+@caught_by("COL-8", may="ORD-6")
 class GathersEqualPartsOnly(_Gathers):
     def spoil(self, parts: Parts, rank: int) -> None:
         if not parts.is_equal:
@@ -399,7 +506,7 @@ class GathersEqualPartsOnly(_Gathers):
                 part.zero_()
 
 
-@caught_by("COL-9")
+@caught_by("COL-9", may="ORD-6")
 class NeedsOneBuffer(_Gathers):
     def spoil(self, parts: Parts, rank: int) -> None:
         if parts.whole is None:
@@ -409,10 +516,12 @@ class NeedsOneBuffer(_Gathers):
 
 @caught_by("COL-5")
 class HangsOnEmptyParts(CpuGlooAdapter):
-    def reduce_scatter(self, parts: Parts, **options: Any) -> Pending:
-        if parts.nbytes == 0:
-            time.sleep(3600)
-        return super().reduce_scatter(parts, **options)
+    """One rank waits for what nobody sends."""
+
+    def reduce_scatter(self, parts: Parts, *, group: dist.ProcessGroup, **options: Any) -> Pending:
+        if min(part.numel() for part in parts.tensors) == 0 and parts.nbytes and group.rank() == 0:
+            time.sleep(2 * self.timeout(group).total_seconds())
+        return super().reduce_scatter(parts, group=group, **options)
 
 
 @caught_by("BYTES-1")
@@ -428,22 +537,15 @@ class BoastsOfItsFutures(CpuGlooAdapter):
     capabilities = _declaring(futures_complete_at_enqueue=True)
 
 
-# --- tier 3 -----------------------------------------------------------------------------------------------------------
+@caught_by("CAP-2")
+class HasOneQueue(CpuGlooAdapter):
+    """All groups share a queue, so ranks that start collectives in different orders wait for each other."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._queue = ThreadLane("queue")
 
-@caught_by("OVL-1")
-class ForgetsToReduceInTraining(_Scatters):
-    """Right for whatever the collectives' own requirements try, wrong for a bucket of a model."""
-
-    def spoil(self, parts: Parts, into: Tensor) -> None:
-        if parts.whole is not None and parts.whole.numel() > 900 and parts.whole.numel() % 31 == 0:
-            into.mul_(1.01)
-
-
-@caught_by("HOOK-1")
-class BroadcastsOldParameters(CpuGlooAdapter):
-    def broadcast(self, tensor: Tensor, *, src: Any, group: dist.ProcessGroup, what: str) -> Pending:
-        if "updated parameters" in what and group.rank() != src:
-            kept = tensor.clone()
-            return Later(super().broadcast(tensor, src=src, group=group, what=what), lambda: tensor.copy_(kept))
-        return super().broadcast(tensor, src=src, group=group, what=what)
+    def all_reduce(self, tensor: Tensor, *, what: str, **options: Any) -> Pending:
+        reduce = super().all_reduce
+        work = self._queue.submit(lambda: reduce(tensor, what=what, **options).wait())
+        return Pending([work], tensors=(tensor,), what=what)
