@@ -1,0 +1,248 @@
+"""What is compared: models, and every way to train them, each as a function that makes one step."""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import zerolap
+
+LENGTH = 128  # of a sequence
+ADAMW = {"lr": 1e-4, "weight_decay": 0.01}
+
+
+class Lm(nn.Module):
+    """A decoder-only transformer."""
+
+    def __init__(self, vocabulary: int, width: int, num_layers: int, num_heads: int) -> None:
+        super().__init__()
+        self.vocabulary = vocabulary
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.position = nn.Parameter(torch.randn(1, LENGTH, width) * 0.02)
+        layer = nn.TransformerEncoderLayer(
+            width, num_heads, 4 * width, dropout=0.0, batch_first=True, norm_first=True, activation="gelu"
+        )
+        self.layers = nn.TransformerEncoder(layer, num_layers, enable_nested_tensor=False)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(LENGTH), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens[:, :-1]) + self.position
+        x = self.head(self.norm(self.layers(x, mask=self.mask, is_causal=True)))
+        return F.cross_entropy(x.flatten(0, 1), tokens[:, 1:].flatten())
+
+    def batch(self, size: int, generator: torch.Generator) -> Tensor:
+        return torch.randint(0, self.vocabulary, (size, LENGTH + 1), generator=generator)
+
+
+class ManySmall(nn.Module):
+    """Thousands of small tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(1500))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + 0.01 * torch.tanh(layer(x))
+        return x.square().mean()
+
+    def batch(self, size: int, generator: torch.Generator) -> Tensor:
+        return torch.randn(8 * size, 32, generator=generator)
+
+
+class Convnet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        widths = [3, 64, 128, 256, 512]
+        self.layers = nn.Sequential(
+            *(
+                nn.Sequential(
+                    nn.Conv2d(a, b, 3, stride=2, padding=1),
+                    nn.GroupNorm(8, b),
+                    nn.ReLU(),
+                    nn.Conv2d(b, b, 3, padding=1),
+                )
+                for a, b in pairwise(widths)
+            )
+        )
+        self.head = nn.Linear(512, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.layers(x).mean((2, 3))), torch.zeros(len(x), dtype=torch.int64))
+
+    def batch(self, size: int, generator: torch.Generator) -> Tensor:
+        return torch.randn(4 * size, 3, 32, 32, generator=generator)
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "lm5": lambda: Lm(1024, 256, 6, 4),
+    "lm27": lambda: Lm(8192, 512, 6, 8),
+    "lm110": lambda: Lm(16384, 768, 12, 12),
+    "many": ManySmall,
+    "conv": Convnet,
+}
+
+
+class Entry:
+    """One way to train: a step on a batch, what is left to do before its numbers are looked at, and what it holds."""
+
+    def __init__(self, model: nn.Module, optimizer: Any) -> None:
+        self.model = model
+        self.optimizer = optimizer
+
+    def step(self, batch: Tensor) -> None:
+        self.optimizer.zero_grad()
+        self.model(batch).backward()
+        self.optimizer.step()
+
+    def finish(self) -> None:
+        pass
+
+    def params(self) -> list[Tensor]:
+        return [param.detach() for param in self.model.parameters()]
+
+    def state_bytes(self) -> int:
+        held = getattr(self.optimizer, "optim", self.optimizer).state
+        return sum(v.nbytes for state in held.values() for v in state.values() if isinstance(v, Tensor))
+
+
+class Alone(Entry):
+    """No communication: what computing costs."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model, torch.optim.AdamW(model.parameters(), **ADAMW, fused=True))
+
+
+class Plain(Entry):
+    def __init__(self, model: nn.Module, *, cap: float = 25, fused: bool | None = None, as_view: bool = False) -> None:
+        ddp = DDP(model, bucket_cap_mb=cap, gradient_as_bucket_view=as_view)
+        super().__init__(ddp, torch.optim.AdamW(ddp.parameters(), **ADAMW, fused=fused))
+
+
+class TorchZero(Entry):
+    def __init__(self, model: nn.Module, *, cap: float = 25, fused: bool | None = None, as_view: bool = False) -> None:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        ddp = DDP(model, bucket_cap_mb=cap, gradient_as_bucket_view=as_view)
+        super().__init__(
+            ddp,
+            ZeroRedundancyOptimizer(
+                ddp.parameters(), torch.optim.AdamW, parameters_as_bucket_view=as_view, **ADAMW, fused=fused
+            ),
+        )
+
+
+class Zerolap(Entry):
+    def __init__(self, model: nn.Module, *, cap: float = 25, **options: Any) -> None:
+        ddp = DDP(model, bucket_cap_mb=cap, gradient_as_bucket_view=True)
+        super().__init__(
+            ddp,
+            zerolap.ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, overlap_with_ddp=True, **ADAMW),
+        )
+        self.handle = zerolap.attach(ddp, self.optimizer, **options)
+
+    def finish(self) -> None:
+        self.handle.finish()
+
+    def params(self) -> list[Tensor]:
+        self.finish()
+        return super().params()
+
+
+class Fsdp2(Entry):
+    def __init__(self, model: nn.Module, *, reshards: bool) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+        for layer in getattr(getattr(model, "layers", None), "layers", []):
+            fully_shard(layer, mesh=mesh, reshard_after_forward=reshards)
+        fully_shard(model, mesh=mesh, reshard_after_forward=reshards)
+        super().__init__(model, torch.optim.AdamW(model.parameters(), **ADAMW, fused=True))
+
+    def params(self) -> list[Tensor]:
+        return [param.full_tensor().detach() for param in self.model.parameters()]  # type: ignore[attr-defined]
+
+    def state_bytes(self) -> int:
+        return sum(
+            value.to_local().nbytes if hasattr(value, "to_local") else value.nbytes
+            for state in self.optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, Tensor)
+        )
+
+
+class DeepSpeed(Entry):
+    def __init__(self, model: nn.Module, *, stage: int, cap: float = 25) -> None:
+        import deepspeed
+
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {
+                "stage": stage,
+                "overlap_comm": True,
+                "reduce_bucket_size": int(cap * 2**20 / 4),
+                "allgather_bucket_size": int(cap * 2**20 / 4),
+            },
+            "zero_allow_untested_optimizer": True,
+        }
+        optimizer = torch.optim.AdamW(model.parameters(), **ADAMW, fused=True)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
+        super().__init__(engine, optimizer)
+
+    def step(self, batch: Tensor) -> None:
+        self.model.backward(self.model(batch))
+        self.model.step()
+
+    def params(self) -> list[Tensor]:
+        return [param.detach() for param in self.model.module.parameters()]
+
+
+class Fairscale(Entry):
+    def __init__(self, model: nn.Module, *, cap: float = 25) -> None:
+        from fairscale.nn.data_parallel import ShardedDataParallel
+        from fairscale.optim.oss import OSS
+
+        optimizer = OSS(params=model.parameters(), optim=torch.optim.AdamW, **ADAMW, fused=True)
+        super().__init__(ShardedDataParallel(model, optimizer, reduce_buffer_size=int(cap * 2**20 / 4)), optimizer)
+
+
+def entries(cap: float) -> dict[str, Callable[[nn.Module], Entry]]:
+    """Every way, at the peers' defaults (25 MB) and at ``cap`` MB a bucket."""
+    made: dict[str, Callable[[nn.Module], Entry]] = {
+        "compute alone": Alone,
+        "DDP + AdamW": Plain,
+        "DDP + fused AdamW": lambda model: Plain(model, fused=True, as_view=True),
+        f"DDP + fused AdamW, {cap:g} MB": lambda model: Plain(model, fused=True, as_view=True, cap=cap),
+        "torch ZeRO": TorchZero,
+        "torch ZeRO, views, fused": lambda model: TorchZero(model, fused=True, as_view=True),
+        f"torch ZeRO, views, fused, {cap:g} MB": lambda model: TorchZero(model, fused=True, as_view=True, cap=cap),
+        "FSDP2": lambda model: Fsdp2(model, reshards=True),
+        "FSDP2, not resharding": lambda model: Fsdp2(model, reshards=False),
+    }
+    for schedule in ("interleaved", "after_backward", "on_step"):
+        for gather in ("eager", "lazy"):
+            made[f"zerolap {schedule} {gather}, {cap:g} MB"] = lambda model, s=schedule, g=gather: Zerolap(  # type: ignore[misc]
+                model, cap=cap, schedule=s, gather=g
+            )
+    made["zerolap interleaved eager"] = lambda model: Zerolap(model)
+    if importlib.util.find_spec("deepspeed"):
+        warnings.filterwarnings("ignore")
+        made["DeepSpeed ZeRO-1"] = lambda model: DeepSpeed(model, stage=1)
+        made[f"DeepSpeed ZeRO-2, {cap:g} MB"] = lambda model: DeepSpeed(model, stage=2, cap=cap)
+    if importlib.util.find_spec("fairscale"):
+        made["fairscale OSS + ShardedDDP"] = Fairscale
+    return made
+
+
+ABSENT = [name for name in ("deepspeed", "fairscale") if not importlib.util.find_spec(name)]
