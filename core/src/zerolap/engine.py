@@ -16,18 +16,20 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
+from torch.autograd.graph import increment_version
 from torch.futures import Future
 
 from zerolap.adapter import Adapter
 from zerolap.errors import CollectiveError, IllegalEventError, ZerolapError
 from zerolap.exchange import move_states
 from zerolap.lane import Waiter
+from zerolap.lastwords import LastWords, Words
 from zerolap.machine import Action, Agreement, Gather, Machine, Phase, Schedule, Verb
 from zerolap.pending import Pending
 from zerolap.plan import BucketPlan, GroupRank, Layout, Piece, Plan, Policy, Slot, make_plan
@@ -43,6 +45,8 @@ from zerolap.shards import (
 )
 from zerolap.states import strides_in_bucket
 from zerolap.trace import Trace
+
+T = TypeVar("T")
 
 # A collective's own timeout says more than ours, so it gets this much longer to speak first.
 _GRACE_SECONDS = 5.0
@@ -120,6 +124,7 @@ class Engine(ABC):
         self._gather_side = adapter.side(device)
         self._timeout = adapter.timeout(group).total_seconds() + _GRACE_SECONDS
         self._me = f"rank {dist.get_rank()}"
+        self._last_words = LastWords(group)
 
         # The layout at hand and the one planned for: written by backward's thread only.
         self._recording: list[Recorded] = []
@@ -129,6 +134,9 @@ class Engine(ABC):
         self._outside: list[Tensor] = []
         self._failure: BaseException | None = None
         self._watched: tuple[Tensor, int, int] | None = None
+        self._num_backwards = 0
+        self._num_steps = 0
+        self._is_stepped = True  # step() was called since the last backward
         self.trace: Trace | None = None
 
         # The backward at hand: filled by backward's thread, used by the lane.
@@ -180,6 +188,10 @@ class Engine(ABC):
     def _start_gather(self, index: int, installed: Installed) -> Pending:
         """Start sending a bucket's updated shards to all ranks; on the lane."""
 
+    def _shall_update(self) -> bool:
+        """Whether step() may update; on the training thread, before it does."""
+        return True
+
     # --- what the hooks and the optimizer call ------------------------------------------------------------------------
 
     @property
@@ -219,7 +231,11 @@ class Engine(ABC):
     def step_called(self) -> None:
         """The user called step(). Does what is left to do: all of the update on_step, else nothing."""
         self.raise_if_failed()
+        self._num_steps += 1
+        self._is_stepped = True
         self._refuse_changed_gradients()
+        if not self._shall_update():
+            return
         try:
             actions = self._machine.step_called()
         except IllegalEventError as error:
@@ -272,8 +288,9 @@ class Engine(ABC):
             try:
                 pending.wait()
             except Exception as error:
-                self._failure = error
-                raise
+                if self._failure is None:
+                    self._failure = self._explained(error)
+                raise self._failure from error
             if self._lane.is_caller():
                 del self._gathers[index]  # or else the lane or another stream has waited, and the next one must, too
 
@@ -305,13 +322,32 @@ class Engine(ABC):
 
     def _arrive(self, index: int, bucket: GradBucket) -> Arrival:
         if index == 0:
-            self._arrivals = []  # what a skipped step() has left behind
+            self._begin_backward()
         recorded = (self._recording or self._layout)[index]
         # Read now: once the bucket is reduced DDP gives a gradient to parameters that only other ranks used.
         used = None if self._agreement is Agreement.NEVER else [param.grad is not None for param in recorded.params]
-        arrival = Arrival(recorded, self._start_reduce(index, recorded, bucket), used)
+        try:
+            reduction = self._start_reduce(index, recorded, bucket)
+        except ZerolapError:
+            raise  # it knows more
+        except RuntimeError as error:
+            raise CollectiveError(f"the reduction could not be started: {type(error).__name__}: {error}") from error
+        arrival = Arrival(recorded, reduction, used)
         self._arrivals.append(arrival)
         return arrival
+
+    def _begin_backward(self) -> None:
+        self._arrivals = []  # what a skipped step() has left behind
+        self._num_backwards += 1
+        if torch._C._current_graph_task_id() == -1:
+            return  # a rank that has joined
+        if not self._is_stepped and self._num_steps and self.schedule is not Schedule.ON_STEP:
+            raise ZerolapError(
+                "step() was not called after the last backward, as it was before: here every backward is an update, whether "
+                "step() is called or not. Call it after every backward, or never; accumulate gradients under ddp.no_sync(); "
+                'to skip updates use zerolap.attach(ddp, optimizer, schedule="on_step")'
+            )
+        self._is_stepped = False
 
     def _close_recording(self) -> tuple[Action, ...]:
         recording, self._recording = self._recording, []
@@ -364,11 +400,35 @@ class Engine(ABC):
                 "optimizer.clip_grad_norm_() and zerolap.GradScaler, or overlap_with_ddp=False"
             )
 
-    def _fail(self, error: Exception, where: str) -> ZerolapError:
-        self._failure = ZerolapError(f"{self._me}, {where}: {type(error).__name__}: {error}")
+    def _fail(self, error: Exception, where: str) -> Exception:
+        kind = CollectiveError if isinstance(error, CollectiveError) else ZerolapError
+        self._failure = failure = self._explained(kind(f"{self._me}, {where}: {type(error).__name__}: {error}"))
         self._machine.failed()
         self.close()
-        return self._failure
+        return failure
+
+    def _run_on_lane(self, fn: Callable[[], T]) -> T:
+        """Run something on the lane that is no part of an update; if it fails, so has the overlap."""
+        return self._lane.run(partial(self._noting_failure, fn))
+
+    def _noting_failure(self, fn: Callable[[], T]) -> T:
+        try:
+            return fn()
+        except Exception as error:
+            self._failure = failure = self._explained(error)
+            raise failure from error
+
+    def _explained(self, error: Exception) -> Exception:
+        """Tell the other ranks of it, and if it is them who did not come, add what became of them."""
+        mine = Words(
+            rank=self._me,
+            num_backwards=self._num_backwards,
+            num_steps=self._num_steps,
+            error=f"{type(error).__name__}: {error}",
+        )
+        is_theirs = isinstance(error, CollectiveError)
+        account = self._last_words.exchange(mine, listen=is_theirs)
+        return CollectiveError(f"{error}{account}") if is_theirs else error
 
     # --- on the lane --------------------------------------------------------------------------------------------------
 
@@ -387,11 +447,14 @@ class Engine(ABC):
                         self._on_lane[verb](bucket)
             except Exception as error:
                 where = f"{self._me}, {'all buckets' if bucket is None else f'bucket {bucket}'}, {verb.name.lower()}"
-                self._failure = (
+                if error is self._failure:
+                    raise  # a gather's, which has been told
+                named = (
                     error
                     if isinstance(error, CollectiveError)
                     else ZerolapError(f"{where}: {type(error).__name__}: {error}")
                 )
+                self._failure = self._explained(named)
                 raise self._failure from error
 
     def _traced(self, kind: str, bucket: int | None) -> AbstractContextManager[None]:
@@ -417,6 +480,8 @@ class Engine(ABC):
 
     def _step(self, index: int) -> None:
         installed, arrival = self._installed[index], self._arrivals[index]
+        # As an optimizer's own writing would: a node of this backward that still needs an old value now raises.
+        increment_version(arrival.recorded.params)
         if installed.shard is None:
             return
         assert arrival.reduced is not None, "a bucket is reduced before it is stepped"

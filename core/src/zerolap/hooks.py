@@ -11,12 +11,13 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import GradBucket
+from torch._C._distributed_c10d import GradBucket, PrefixStore
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from zerolap.adapter import Adapter
+from zerolap.debug import debug_modes, with_checked_order
 from zerolap.engine import HookEngine
 from zerolap.exchange import all_gather_json, refuse_together
 from zerolap.lane import Waiter
@@ -130,7 +131,11 @@ def meet(
     if zero._engine is not None:
         raise ValueError("a hook was already made for this optimizer; one optimizer overlaps with one DDP")
 
+    modes: tuple[str, ...] = ()
+
     def check_all() -> Adapter:
+        nonlocal modes
+        modes = debug_modes()
         found = resolve_adapter(adapter, device_type=zero._default_device.type)
         found.check_group(zero.process_group)
         _check(ddp, zero)
@@ -139,7 +144,9 @@ def meet(
         return found
 
     chosen: Adapter = refuse_together(check_all, group=zero.process_group, what="overlapping an optimizer with DDP")
-    mine = [chosen.name, *settings, ddp.find_unused_parameters, ddp.static_graph]
+    mine = [chosen.name, *settings, ddp.find_unused_parameters, ddp.static_graph, f"debug={','.join(modes)}"]
+    layout: dict[str, Any] = ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]  # torch gives it no types
+    mine.append(f"buckets of {layout.get('bucket_sizes')} bytes")
     said = all_gather_json([uuid.uuid4().hex, mine], group=zero.process_group, what="comparing hooks between ranks")
     name, first = said[0]
     for rank, (_, theirs) in enumerate(said):
@@ -149,6 +156,9 @@ def meet(
     for group in groups:
         # Connections are made by the first collective of a group: now, not in the first backward.
         all_gather_json(None, group=group, what="connecting the optimizer's own group")
+    if "order" in modes:
+        store = PrefixStore(f"zerolap-{name}-order", zero.process_group.get_group_store())
+        chosen = with_checked_order(chosen, store=store)
     return chosen, groups
 
 

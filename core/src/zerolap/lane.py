@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import traceback
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -122,6 +123,15 @@ class ThreadLane:
         self._close()
 
 
+def _forget_locals(error: BaseException | None) -> None:
+    """Keep where an error came from, but not the variables there: an engine among them would keep its own lane open."""
+    seen: set[BaseException] = set()  # a chain of causes may be a circle
+    while error is not None and error not in seen:
+        seen.add(error)
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
 def _run_lane(jobs: queue.SimpleQueue[_Job | None], num_threads: int) -> None:
     torch.set_num_threads(num_threads)
     failure: _Failure | None = None
@@ -132,6 +142,7 @@ def _run_lane(jobs: queue.SimpleQueue[_Job | None], num_threads: int) -> None:
                 try:
                     value = job.fn()
                 except BaseException as error:  # handed on to whoever waits: a thread has no caller to raise to
+                    _forget_locals(error)
                     failure = _Failure(error)
             # Dropped before anyone is told: whoever is told may expect that nothing here holds on to the engine any more.
             del job
