@@ -23,6 +23,7 @@ from zerolap.hooks import Hook, agreement_of, guarded, meet
 from zerolap.machine import Gather, Schedule
 from zerolap.native import NativeEngine, Precision
 from zerolap.optimizer import ZeroRedundancyOptimizer
+from zerolap.safety import NonFinite, Safety, WatchedEngine
 from zerolap.shards import WITH_FUSED
 from zerolap.trace import Trace
 
@@ -43,6 +44,7 @@ class Stats:
     """What an attached optimizer has done on this rank so far."""
 
     num_updates: int
+    num_skipped: int
     num_buckets: int
     sent_bytes: int
     state_bytes: int
@@ -52,7 +54,7 @@ class Handle:
     """What ``attach`` returns."""
 
     def __init__(
-        self, optimizer: ZeroRedundancyOptimizer, engine: NativeEngine, adapter: Adapter, undo: Callable[[], None]
+        self, optimizer: ZeroRedundancyOptimizer, engine: WatchedEngine, adapter: Adapter, undo: Callable[[], None]
     ) -> None:
         self._optimizer = optimizer
         self._engine = engine
@@ -96,15 +98,20 @@ class Handle:
         finally:
             self._engine.trace = None
 
+    def audit(self) -> None:
+        """Compare all parameters with the other ranks', which call this, too; raises on all ranks if any differ."""
+        self._engine.audit()
+
     def refresh_masters(self) -> None:
         """Take over parameters that were set by hand; ``load_state_dict`` of the module does this by itself."""
         self._engine.refresh_masters()
 
     def stats(self) -> Stats:
-        """Updates made, buckets, bytes this rank has sent for gradients and parameters, bytes of state it holds."""
+        """Updates made, updates skipped by ``nonfinite="skip"``, buckets, bytes this rank has sent for gradients and parameters, bytes of state it holds."""
         states: Mapping[Any, dict[str, Any]] = self._optimizer.optim.state
         return Stats(
             num_updates=self._engine.num_updates,
+            num_skipped=self._engine.num_skipped,
             num_buckets=self._engine.num_buckets,
             sent_bytes=self._engine.sent_bytes,
             state_bytes=sum(t.nbytes for state in states.values() for t in state.values() if isinstance(t, Tensor)),
@@ -121,6 +128,8 @@ def attach(
     master_weights: bool = False,
     reduce_dtype: torch.dtype | None = None,
     gather_dtype: torch.dtype | None = None,
+    audit_every: int | None = None,
+    nonfinite: Literal["ignore", "raise", "skip"] = "ignore",
 ) -> Handle:
     """Overlap ``optimizer`` with ``ddp``: gradients by reduce-scatter, parameters by all-gather, 2P elements on the wire.
 
@@ -137,18 +146,28 @@ def attach(
     summed, ``gather_dtype`` the one in which parameters are sent, for both the parameters' own if not given. A
     ``gather_dtype`` narrower than a parameter rounds it on all ranks, and needs ``master_weights``.
 
+    With ``audit_every=k`` the ranks compare checksums of their parameters after every k updates, when the next one begins; any
+    difference is an error on all of them. ``nonfinite`` says what becomes of an update whose gradients have NaN or infinities:
+    ``raise`` and ``skip`` find them before anything is changed, on all ranks.
+
     Where class and device have a fused implementation it is used, unless ``fused`` or ``foreach`` was given. ``adapter`` is one
     of your own, or the name of one that is installed; without it the parameters' device decides.
     """
     precision = Precision(master_weights=master_weights, reduce_dtype=reduce_dtype, gather_dtype=gather_dtype)
     when, how = _member(Schedule, schedule, "schedule"), _member(Gather, gather, "gather")
+    safety = Safety(audit_every=audit_every or 0, nonfinite=_member(NonFinite, nonfinite, "nonfinite"))
+
+    def check() -> None:
+        _check_attachable(ddp, optimizer, precision)
+        _check_safety(safety, when)
+
     chosen, (reduce_group, group) = meet(
         ddp,
         optimizer,
-        settings=["native", when.value, how.value, str(precision)],
+        settings=["native", when.value, how.value, str(precision), str(safety)],
         num_groups=2,
         adapter=adapter,
-        check=lambda: _check_attachable(ddp, optimizer, precision),
+        check=check,
     )
     is_elementwise = _is_elementwise(optimizer._optimizer_class)
     if not is_elementwise:
@@ -157,11 +176,13 @@ def attach(
             optimizer._optimizer_class,
         )
     _use_fused(optimizer)
-    engine = optimizer._engine = NativeEngine(
+    engine = optimizer._engine = WatchedEngine(
         optimizer._book,
         reduce_group=reduce_group,
         cut=chosen.capabilities.exact_cut if is_elementwise else None,
         precision=precision,
+        safety=safety,
+        named_params=list(ddp.module.named_parameters()),
         adapter=chosen,
         group=group,
         schedule=when,
@@ -273,6 +294,19 @@ def _check_attachable(ddp: DistributedDataParallel, optimizer: ZeroRedundancyOpt
             f"{len(left_out)} trainable parameters of this DDP are not in the optimizer ({', '.join(left_out[:5])}): nobody "
             "would reduce their gradients; give the optimizer all of them, or use hook_with_zero_step"
         )
+
+
+def _check_safety(safety: Safety, schedule: Schedule) -> None:
+    every, nonfinite = safety.audit_every, safety.nonfinite
+    if type(every) is not int or every < 0:
+        raise ValueError(f"audit_every must be a number of updates, or None for never, got {every!r}")
+    if nonfinite is NonFinite.RAISE and schedule is Schedule.INTERLEAVED:
+        raise ValueError(
+            'nonfinite="raise" looks at all gradients before the first update, and interleaved updates come earlier; use '
+            'schedule="after_backward" or "on_step"'
+        )
+    if nonfinite is NonFinite.SKIP and schedule is not Schedule.ON_STEP:
+        raise ValueError('nonfinite="skip" skips step(), which updates with schedule="on_step" only; use that')
 
 
 def _is_elementwise(optimizer_class: Any) -> bool:

@@ -23,6 +23,8 @@ from zerolap.pending import Pending
 from zerolap.plan import EqualRanges, Layout, Piece, Plan, Policy, make_plan
 from zerolap.shards import BucketShard, FlatParams, GradSlot, ShardBook, stand_in_for
 
+SEARCH = "search for gradients that are not finite"
+
 
 def _copy(to: Tensor, source: Tensor) -> None:
     to.copy_(source)
@@ -252,12 +254,15 @@ class NativeEngine(Engine):
 
     def unscale_(self, inverse_scale: Tensor) -> Tensor:
         """Multiply the gradients by ``inverse_scale``; return 1 if any rank found one that is not finite, else 0."""
-        found = torch.zeros(1, dtype=torch.float32, device=self._device)
-        shards = self._reduced_shards()
-        if shards:
-            torch._amp_foreach_non_finite_check_and_unscale_(shards, found, inverse_scale)
+        found = self._scale_and_search(self._reduced_shards(), inverse_scale)
         self.is_unscaled = True
-        return self._over_all_ranks(found, dist.ReduceOp.MAX, "search for gradients that are not finite")
+        return self._over_all_ranks(found, dist.ReduceOp.MAX, SEARCH)
+
+    def _scale_and_search(self, shards: list[Tensor], scale: Tensor) -> Tensor:
+        found = torch.zeros(1, dtype=torch.float32, device=self._device)
+        if shards:
+            torch._amp_foreach_non_finite_check_and_unscale_(shards, found, scale)
+        return found
 
     @property
     def _device(self) -> torch.device:
@@ -268,13 +273,18 @@ class NativeEngine(Engine):
         self.raise_if_failed()
         if self.phase is not Phase.REDUCED:
             raise RuntimeError("there are no reduced gradients: call this between backward() and step()")
+        return self._shards_at_hand()
+
+    def _shards_at_hand(self) -> list[Tensor]:
         return [
             arrival.reduced for arrival in self._arrivals if arrival.reduced is not None and arrival.reduced.numel()
         ]
 
     def _over_all_ranks(self, value: Tensor, op: dist.ReduceOp.RedOpType, what: str) -> Tensor:
-        def reduce() -> Tensor:  # on the lane, the one thread that uses this group
-            self._adapter.all_reduce(value, op=op, group=self._group, what=f"{self._me}: {what}").wait()
-            return value
+        return self._run_on_lane(lambda: self._reduce(value, op, what)) if self._book.world_size > 1 else value
 
-        return self._lane.run(reduce) if self._book.world_size > 1 else value
+    def _reduce(self, value: Tensor, op: dist.ReduceOp.RedOpType, what: str) -> Tensor:
+        """On the lane, the one thread that uses this group."""
+        if self._book.world_size > 1:
+            self._adapter.all_reduce(value, op=op, group=self._group, what=f"{self._me}: {what}").wait()
+        return value
