@@ -21,13 +21,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import safety_programs
 import zerolap
+import zerolap_sim
 from safety_programs import GUILTY, WAYS, connect, fail
+from sim_programs import on_device
+from stream_programs import Attached, every_way
 from training import assert_same_params, backward, batches, iterate, pair
 from zerolap_conformance.ranks import Outcome, run_ranks, try_ranks
+from zerolap_sim import build
 
 SCHEDULES = ("interleaved", "after_backward", "on_step")
 GATHERS = ("eager", "lazy")
@@ -281,6 +286,13 @@ def _no_drift() -> None:
             zero.step()
         handle.audit()
         assert handle.stats().num_updates == 50
+    for schedule in SCHEDULES:  # a rank that has joined audits, too
+        ddp = pair()[0]
+        zero, _ = _attach(ddp, schedule=schedule, audit_every=1)
+        for _epoch in range(2):
+            with Join([ddp, zero]):
+                for x in batches(2 + dist.get_rank()):
+                    iterate(ddp, zero, x)
 
 
 def test_audits_raise_no_false_alarm() -> None:
@@ -422,6 +434,32 @@ def _all_nonsense() -> None:
 
 def test_nonsense_is_refused() -> None:
     run_ranks(2, _all_nonsense)
+
+
+# --- all of it on streams ---------------------------------------------------------------------------------------------
+
+
+def _watched(ways: dict[str, Any]) -> dict[str, tuple[float, float, list[str]]]:
+    os.environ["ZEROLAP_DEBUG"] = "order"
+    return every_way(ways)
+
+
+def test_what_is_watched_on_streams_is_right_and_ordered() -> None:
+    build.build()  # outside the time limits of the ranks
+    ways = {
+        f"{s}, {g}": Attached(
+            zerolap_sim.SimAdapter,
+            schedule=s,
+            gather=g,
+            audit_every=1,
+            nonfinite={"interleaved": "ignore", "after_backward": "raise", "on_step": "skip"}[s],
+        )
+        for s, g in product(SCHEDULES, GATHERS)
+    }
+    for found, late in run_ranks(2, on_device, _watched, ways):
+        assert late == []
+        for way, seen in found.items():
+            assert seen == (0, 0, []), way
 
 
 # --- parameters that are read after their update, in the same backward ------------------------------------------------

@@ -123,12 +123,13 @@ class WatchedEngine(NativeEngine):
         rest = [(name, param) for name, param in self._named_params if param not in inside]
         flats = [installed.flat.buffer for installed in self._installed]
         sums = checksums([*flats, *(param for _, param in rest)], device=self._device)
-        # The largest sum, and the complement of the smallest one.
-        ends = self._reduce(torch.stack([sums, ~sums]), dist.ReduceOp.MAX, "audit of parameters")
+        halves = sums.view(torch.int32)  # some backends reduce nothing wider
+        # The largest of all ranks, and the complement of the smallest.
+        ends = self._reduce(torch.stack([halves, ~halves]), dist.ReduceOp.MAX, "audit of parameters")
         is_different = ends[0] != ~ends[1]
         if not is_different.any():
             return
-        first = int(is_different.nonzero()[0])
+        first = int(is_different.nonzero()[0]) // 2
         if first < len(flats):
             where = f"bucket {first}, "
             suspects = [(name, param) for name, param in self._named_params if inside.get(param) == first]
