@@ -80,10 +80,11 @@ def fail(case: str, way: str, folder: str) -> None:
     torch.manual_seed(0)
     try:
         if case == "other buckets":
-            note_fault()
             layers = [nn.Linear(512, 512) for _ in range(4)]
             cap = 25 if rank == GUILTY else 1  # with one layout for good: DDP makes others equal, from rank 0's
-            connect(DDP(nn.Sequential(*layers), bucket_cap_mb=cap, find_unused_parameters=True), way)
+            unequal = DDP(nn.Sequential(*layers), bucket_cap_mb=cap, find_unused_parameters=True)
+            note_fault()
+            connect(unequal, way)
         model = Faulty()
         ddp = DDP(model, bucket_cap_mb=0.004)
         zero, handle = connect(ddp, way)

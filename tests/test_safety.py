@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from itertools import product
 from pathlib import Path
@@ -34,13 +34,16 @@ from training import assert_same_params, backward, batches, iterate, pair
 from zerolap_conformance.ranks import Outcome, run_ranks, try_ranks
 from zerolap_sim import build
 
+Failures = dict[tuple[str, str, int], tuple[Path, Future[list[Outcome]]]]  # by case, way and number of ranks
+
 SCHEDULES = ("interleaved", "after_backward", "on_step")
 GATHERS = ("eager", "lazy")
 
 # --- failures ---------------------------------------------------------------------------------------------------------
 
-GROUP_TIMEOUT = 4.0
-IN_TIME = GROUP_TIMEOUT + 4  # the others are listened to, and may have begun to wait a little later
+GROUP_TIMEOUT = 8.0
+IN_TIME = GROUP_TIMEOUT + 6  # the others are listened to, and may have begun to wait a little later
+NUM_AT_ONCE = 6  # of these programs: they wait more than they work
 
 COLLECTIVE = r"rank 0, bucket \d+: (the reduction|all-gather of|broadcast of)"
 SAYS_NOTHING = COLLECTIVE + r".*Nothing was heard of group rank 1"
@@ -119,21 +122,36 @@ def _continued(folder: Path) -> Iterator[None]:
 
 
 def _fail(case: str, way: str, num_ranks: int, folder: Path) -> list[Outcome]:
-    folder.mkdir()
     with _continued(folder):
         return try_ranks(num_ranks, fail, case, way, str(folder), limit=60, group_timeout=GROUP_TIMEOUT)
 
 
+def _runs(case: str) -> list[tuple[str, int]]:
+    ways, _ = CASES[case]
+    return [(way, 2) for way in ways] + [("on_step", 3)] * (case in ("killed", "skipped step"))
+
+
+@pytest.fixture(scope="module")
+def failures(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Failures]:
+    """All runs of all cases that were asked for, begun at once."""
+    params = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    asked = {given["case"]: None for given in params if given.get("case") in CASES}
+    with ThreadPoolExecutor(NUM_AT_ONCE) as pool:
+        begun: Failures = {}
+        for case in asked:
+            for way, num_ranks in _runs(case):
+                folder = tmp_path_factory.mktemp("failure")
+                begun[case, way, num_ranks] = folder, pool.submit(_fail, case, way, num_ranks, folder)
+        yield begun
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_a_rank_that_dies_stalls_or_diverges_ends_all_ranks_in_time_and_by_name(case: str, tmp_path: Path) -> None:
-    ways, expected = CASES[case]
-    runs = [(way, 2) for way in ways] + [("on_step", 3)] * (case in ("killed", "stopped", "skipped step"))
-    # At once: they wait more than they work.
-    with ThreadPoolExecutor(len(runs)) as pool:
-        started = [pool.submit(_fail, case, way, num_ranks, tmp_path / f"{way}{num_ranks}") for way, num_ranks in runs]
+def test_a_rank_that_dies_stalls_or_diverges_ends_all_ranks_in_time_and_by_name(case: str, failures: Failures) -> None:
+    _, expected = CASES[case]
     lines, wrong = [], []
-    for (way, num_ranks), outcomes in zip(runs, (each.result() for each in started), strict=True):
-        folder = tmp_path / f"{way}{num_ranks}"
+    for way, num_ranks in _runs(case):
+        folder, running = failures[case, way, num_ranks]
+        outcomes = running.result()
         guilty, others = expected.get(way, expected.get("", (None, "")))
         fault = float((folder / "fault").read_text())
         for rank, outcome in enumerate(outcomes):
@@ -277,7 +295,8 @@ def _attach(ddp: DDP, **options: Any) -> tuple[zerolap.ZeroRedundancyOptimizer, 
 
 
 def _no_drift() -> None:
-    for schedule, gather, masters in product(SCHEDULES, GATHERS, (False, True)):
+    for i, (schedule, gather) in enumerate(product(SCHEDULES, GATHERS)):
+        masters = i in (0, 3, 5)  # with either gather
         ddp = pair(Mixed)[0]
         zero, handle = _attach(ddp, schedule=schedule, gather=gather, master_weights=masters, audit_every=1)
         for x in batches(50):
@@ -357,7 +376,12 @@ def _spoil(ddp: DDP, x: Tensor, value: float) -> None:
         handle.remove()
 
 
-def _skips(gather: Any) -> None:
+def _skips() -> None:
+    for gather in GATHERS:
+        _skip(gather)
+
+
+def _skip(gather: Any) -> None:
     oracle, ours = pair()
     plain = torch.optim.AdamW(oracle.parameters(), lr=0.01, fused=True)
     zero, handle = _attach(ours, schedule="on_step", gather=gather, nonfinite="skip")
@@ -377,9 +401,8 @@ def _skips(gather: Any) -> None:
     assert (stats.num_updates, stats.num_skipped) == (5, 3), stats
 
 
-@pytest.mark.parametrize("gather", GATHERS)
-def test_updates_that_are_not_finite_are_skipped_by_all_ranks(gather: str) -> None:
-    run_ranks(2, _skips, gather)
+def test_updates_that_are_not_finite_are_skipped_by_all_ranks() -> None:
+    run_ranks(2, _skips)
 
 
 def _raises(schedule: Any) -> None:
@@ -545,7 +568,7 @@ def test_a_program_that_just_ends_ends_cleanly_and_at_once() -> None:
         _, errors = launcher.communicate(timeout=60)
     print(f"\ninterpreters took {took[0]:.2f} and {took[1]:.2f} s to end")
     assert (launcher.returncode, errors) == (0, "")
-    assert max(took) < 5, took  # a fraction of a second on a quiet machine; who waits for a group waits 30 minutes
+    assert max(took) < 10, took  # a fraction of a second on a quiet machine; who waits for a group waits 30 minutes
 
 
 def test_a_program_that_raises_ends_on_all_ranks() -> None:
@@ -585,4 +608,4 @@ def _fail_often(num: int) -> None:
 
 
 def test_nothing_is_left_open_by_what_has_failed() -> None:
-    run_ranks(2, _fail_often, 8)
+    run_ranks(2, _fail_often, 6)
