@@ -520,7 +520,7 @@ class HangsOnEmptyParts(CpuGlooAdapter):
 
     def reduce_scatter(self, parts: Parts, *, group: dist.ProcessGroup, **options: Any) -> Pending:
         if min(part.numel() for part in parts.tensors) == 0 and parts.nbytes and group.rank() == 0:
-            time.sleep(2 * self.timeout(group).total_seconds())
+            time.sleep(1.3 * self.timeout(group).total_seconds())
         return super().reduce_scatter(parts, group=group, **options)
 
 

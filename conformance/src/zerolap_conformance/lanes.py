@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 
@@ -188,13 +189,15 @@ def sides_keep_memory(adapter: Adapter) -> None:
 
 @requirement("TIME-1", "Moments follow each other, and the time between two of them is in seconds.", tier=1)
 def measures_time(adapter: Adapter) -> None:
-    device = device_of(adapter)
+    device, ratios = device_of(adapter), []
     busy(device)  # calibrates itself
     adapter.synchronize()
-    start, wall = adapter.moment(), time.perf_counter()
-    busy(device, 0.05)
-    end = adapter.moment()
-    adapter.synchronize()
-    wall = time.perf_counter() - wall
-    seconds = adapter.seconds_between(start, end)
-    assert wall / 10 <= seconds <= 2 * wall + 0.05, f"{seconds} s by the device's clock, {wall} s by the host's"
+    for _ in range(7):
+        start, begin = adapter.moment(), time.perf_counter()
+        busy(device, 0.05)
+        end = adapter.moment()
+        adapter.synchronize()
+        wall = time.perf_counter() - begin
+        ratios.append(adapter.seconds_between(start, end) / wall)
+    ratio = statistics.median(ratios)  # whoever else uses the host disturbs some rounds, not most
+    assert 0.4 <= ratio <= 2, f"what takes a second by the host's clock takes {ratio:.3g} s by the device's"

@@ -96,7 +96,7 @@ def _product(device: torch.device) -> tuple[Tensor, float]:
             start = time.perf_counter()
             (x @ x @ x @ x @ x).sum().item()
             seconds = min(seconds, (time.perf_counter() - start) / 4)
-        if seconds >= 0.0005 or size >= 8192:
+        if seconds >= 0.001 or size >= 8192:
             return x, seconds
         size *= 2
 
