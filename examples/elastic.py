@@ -1,5 +1,6 @@
-"""Elastic training: workers come and go, the model trains on. On CPU-Gloo; every node runs the same command.
+"""Elastic training: workers come and go, the model trains on. On CPU-Gloo; every node runs the same command (docs/elastic.md).
 
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     torchrun --nnodes 1:2 --nproc-per-node 2 --max-restarts 100 --rdzv-backend c10d --rdzv-endpoint HOST:29400 \\
         examples/elastic.py --folder /a/folder/all/nodes/share
 
@@ -52,7 +53,6 @@ class Position:
 
 
 def make_model(num_characters: int) -> nn.Module:
-    """The next character, given the 16 before it."""
     torch.manual_seed(SEED)
     hidden = nn.Linear(16 * CONTEXT, 96), nn.ReLU(), nn.Linear(96, 96), nn.ReLU()
     return nn.Sequential(nn.Embedding(num_characters, 16), nn.Flatten(), *hidden, nn.Linear(96, num_characters))

@@ -5,26 +5,36 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
+import runpy
+import shlex
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
-from itertools import groupby
+from functools import cache
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
 
+import zerolap
 from test_net import hosts  # noqa: F401 - a fixture
+from training import Mlp
 from zerolap import checkpoint, convert
+from zerolap_conformance.ranks import run_ranks
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "elastic.py"
-GATED = Path(__file__).parent / "elastic_gated.py"
+DOCS = Path(__file__).parent.parent / "docs" / "elastic.md"
+HELD = Path(__file__).parent / "elastic_held.py"
 NUM_SAMPLES = 1633  # of the example's text
 STEPS_PER_KILL = 60  # a kill comes at most 40 steps after the start it ends, or within the save that follows
 # Other world sizes sum the same gradients in another order; what that does to the loss was below 4e-7 in 400 steps.
@@ -52,7 +62,7 @@ class Agent:
                 found += [int(pid) for pid in listed.read_text().split()]
         return sorted(found)
 
-    def wait_for(self, what: str, is_so: Callable[[], Any], *, limit: float = 120) -> Any:
+    def wait_for(self, what: str, is_so: Callable[[], Any], *, limit: float = 180) -> Any:
         """What ``is_so`` returns, once that is true."""
         deadline = time.monotonic() + limit
         while not (answer := is_so()):
@@ -129,18 +139,11 @@ def history(folder: Path, num_steps: int) -> History:
     return History(samples=samples, losses=losses, world_sizes=world_sizes, num_replayed=done.total() - len(samples))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    world_size: int
-    step: int
-
-
-def newest_run(folder: Path) -> Run:
-    """How many ranks it has, and how far the first one is."""
+def has_trained(folder: Path, *, world_size: int) -> bool:
+    """Whether the newest run has so many ranks, has made a checkpoint, after 20 steps, and is on its way to the next."""
     logs = sorted(folder.glob("run-*-rank-*.jsonl"))
     mine = [log for log in logs if log.name.partition("-rank-")[0] == logs[-1].name.partition("-rank-")[0]]
-    lines = lines_of(mine[0]) if mine else []
-    return Run(world_size=len(mine), step=lines[-1]["step"] if lines else 0)
+    return len(mine) == world_size and len(lines_of(mine[0])) >= 25
 
 
 def lines_of(log: Path) -> list[dict[str, Any]]:
@@ -167,39 +170,57 @@ def bits_of(state: dict[str, Any]) -> dict[str, bytes]:
     return found
 
 
-def train(folder: Path, num_steps: int, *more: str) -> None:
-    """On two ranks, undisturbed."""
-    program = [str(EXAMPLE), "--folder", str(folder), "--steps", str(num_steps), "--save-every", "200", *more]
-    with agent(folder.with_suffix(".log"), ["--standalone"], program) as undisturbed:
-        undisturbed.end(limit=300)
+@pytest.fixture(scope="module")
+def train(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """Train so many steps on two ranks, undisturbed, and say where."""
+
+    @cache
+    def run(num_steps: int) -> Path:
+        folder = tmp_path_factory.mktemp("undisturbed") / "run"
+        program = [str(EXAMPLE), "--folder", str(folder), "--steps", str(num_steps), "--save-every", "200"]
+        with agent(folder.with_suffix(".log"), ["--standalone"], program) as undisturbed:
+            undisturbed.end(limit=300)
+        return folder
+
+    return run
 
 
 # --- kills ------------------------------------------------------------------------------------------------------------
 
 
-def wait_for_moment(job: Agent, folder: Path, moment: str, dice: random.Random, *, seen: set[Path]) -> None:
-    """Return at a random point: of the start of workers, between or within steps, or within a save."""
+class Attempt:
+    """What the workers of now have done, seen from outside."""
 
-    def run() -> Path | None:
-        return next(iter(set(folder.glob("run-*-rank-0.jsonl")) - seen), None)
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._before = set(folder.glob("run-*-rank-0.jsonl"))
 
-    def has_steps(wanted: int) -> bool:
-        found = run()
-        return found is not None and found.read_bytes().count(b"\n") >= wanted
+    def steps(self) -> list[int]:
+        logs = set(self.folder.glob("run-*-rank-0.jsonl")) - self._before
+        return [line["step"] for log in logs for line in lines_of(log)]
 
-    if moment == "start":  # while they import, meet, load, or take their first steps
-        until = time.monotonic() + dice.uniform(0, 5)
-        job.wait_for("the start", lambda: time.monotonic() > until or has_steps(1))
-        return
-    wanted = dice.randint(1, 40)
-    job.wait_for("some steps", lambda: has_steps(wanted))
-    if moment == "save":
-        job.wait_for("a save", lambda: any(folder.glob("step-*[0-9].partial")))
-    time.sleep(dice.uniform(0, 0.01))  # not to make a test pass: anywhere in what is going on now
+    def is_saving(self) -> bool:
+        """A checkpoint is being written, by these workers: what others have left is of a step that they have not reached yet."""
+        partial = [int(path.stem.removeprefix("step-")) for path in self.folder.glob("step-*[0-9].partial")]
+        return bool(partial) and max(self.steps(), default=0) >= max(partial)
+
+    def wait_for(self, moment: str, dice: random.Random, job: Agent) -> None:
+        """Return at a random point: of the start of workers, between or within steps, or within a save."""
+        if moment == "start":  # while they import, meet, load, or take their first steps
+            until = time.monotonic() + dice.uniform(0, 5)
+            job.wait_for("the start", lambda: time.monotonic() > until or self.steps())
+            return
+        num_steps = dice.randint(1, 40)
+        job.wait_for("some steps", lambda: len(self.steps()) >= num_steps)
+        if moment == "save":
+            job.wait_for("a save", self.is_saving)
+        time.sleep(dice.uniform(0, 0.01))  # not to make a test pass: anywhere in what is going on now
 
 
-def kill_at_random(folder: Path, moments: list[str], dice: random.Random, *more: str, limit: float) -> str:
-    """Train while ranks are killed, then undisturbed, and compare. Returns what is to be said about it."""
+def kill_at_random(
+    folder: Path, moments: list[str], dice: random.Random, *more: str, train: Callable[[int], Path], limit: float
+) -> str:
+    """Train while ranks are killed, and undisturbed, and compare. Returns what is to be said about it."""
     start, num_steps = time.monotonic(), STEPS_PER_KILL * len(moments) + 40
     num_inside, num_restarts = 0, 0
     program = [str(EXAMPLE), "--folder", str(folder), "--steps", str(num_steps), "--save-every", "10", *more]
@@ -211,14 +232,16 @@ def kill_at_random(folder: Path, moments: list[str], dice: random.Random, *more:
             return pids if len(pids) == 2 and old.isdisjoint(pids) else None
 
         for moment in moments:
-            workers = job.wait_for("new workers", are_new)
+            job.wait_for("new workers", are_new)
             num_restarts += bool(old)
-            seen = set(folder.glob("run-*-rank-0.jsonl"))
-            wait_for_moment(job, folder, moment, dice, seen=seen)
-            for pid in dice.sample(workers, dice.choice([1, 1, 1, 2])):
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            num_inside += any(folder.glob("step-*[0-9].partial"))  # still there: it has not become a checkpoint
+            attempt = Attempt(folder)
+            attempt.wait_for(moment, dice, job)
+            workers = job.wait_for(
+                "workers", job.workers
+            )  # of this moment: a pid of before may be somebody else's by now
+            for pid in dice.sample(workers, min(len(workers), dice.choice([1, 1, 1, 2]))):
+                os.kill(pid, signal.SIGKILL)
+            num_inside += attempt.is_saving()  # still: it has not become a checkpoint
             old = set(workers)
         job.wait_for("new workers", are_new)
         num_restarts += 1
@@ -226,8 +249,7 @@ def kill_at_random(folder: Path, moments: list[str], dice: random.Random, *more:
     seconds = time.monotonic() - start
 
     happened, killed = history(folder, num_steps), final_state(folder, num_steps)
-    train(folder.with_name("undisturbed"), num_steps)
-    undisturbed = final_state(folder.with_name("undisturbed"), num_steps)
+    undisturbed = final_state(train(num_steps), num_steps)
     num_updates = {int(entries["step"]) for entries in killed["optimizer"]["state"].values()}
     lost = num_steps - min(*num_updates, len(happened.samples))
     line = (
@@ -238,27 +260,72 @@ def kill_at_random(folder: Path, moments: list[str], dice: random.Random, *more:
     assert bits_of(killed) == bits_of(undisturbed), line
     assert killed["optimizer"]["param_groups"] == undisturbed["optimizer"]["param_groups"]
     assert killed["extra"]["position"] == undisturbed["extra"]["position"]
-    assert happened.losses == history(folder.with_name("undisturbed"), num_steps).losses
+    assert happened.losses == history(train(num_steps), num_steps).losses
     assert_every_sample_once_an_epoch(happened.samples)
     assert not list(folder.glob("*.partial")), "what killed saves have left is removed by later ones"
     return line
 
 
-def test_kills_change_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = kill_at_random(tmp_path / "killed", ["save", "step", "start"], random.Random(0), limit=300)
+def test_kills_change_nothing(tmp_path: Path, train: Callable[[int], Path], capsys: pytest.CaptureFixture[str]) -> None:
+    moments = ["save", "step", "start"]
+    line = kill_at_random(tmp_path / "killed", moments, random.Random(0), train=train, limit=300)
     with capsys.disabled():
         print(f"\n{line}")
 
 
 @pytest.mark.kills
 @pytest.mark.parametrize("mode", ["save", "async-save"])
-def test_many_kills_change_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str], mode: str) -> None:
+def test_many_kills_change_nothing(
+    tmp_path: Path, train: Callable[[int], Path], capsys: pytest.CaptureFixture[str], mode: str
+) -> None:
     dice = random.Random(mode)
-    moments = dice.choices(["save", "step", "start"], weights=[3, 3, 2], k=30)
+    moments = dice.choices(["save", "step", "start"], weights=[3, 3, 2], k=20)
     more = ["--async-save"] if mode == "async-save" else []
-    line = kill_at_random(tmp_path / "killed", moments, dice, *more, limit=720)
+    line = kill_at_random(tmp_path / "killed", moments, dice, *more, train=train, limit=720)
     with capsys.disabled():
         print(f"\n{mode}: {line}")
+
+
+# --- data ---------------------------------------------------------------------------------------------------------------
+
+
+def test_batches_are_the_same_from_any_position_on() -> None:
+    position = runpy.run_path(str(EXAMPLE))["Position"]
+    whole = list(islice(position().batches(NUM_SAMPLES), 120))
+    assert_every_sample_once_an_epoch([batch.tolist() for batch, _ in whole])
+    for number, (_, reached) in enumerate(whole[:-1]):
+        batch, after = next(reached.batches(NUM_SAMPLES))
+        assert (batch.tolist(), after) == (whole[number + 1][0].tolist(), whole[number + 1][1]), reached
+
+
+@pytest.mark.parametrize("step", [0, 51, 60])
+def test_a_lost_or_doubled_sample_is_noticed(step: int) -> None:
+    position = runpy.run_path(str(EXAMPLE))["Position"]
+    samples = [batch.tolist() for batch, _ in islice(position().batches(NUM_SAMPLES), 120)]
+    doubled = [*samples[:step], samples[step][:1] + samples[step], *samples[step + 1 :]]
+    lost = [*samples[:step], samples[step][1:], *samples[step + 1 :]]
+    for broken in (doubled, lost, samples[:step] + samples[step + 1 :], samples[: step + 1] + samples[step:]):
+        with pytest.raises(AssertionError):
+            assert_every_sample_once_an_epoch(broken)
+
+
+# --- docs -------------------------------------------------------------------------------------------------------------
+
+
+def _run_docs(folder: str) -> tuple[int, int, int]:
+    (block,) = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
+    ddp = DDP(Mlp())
+    opt = zerolap.ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, overlap_with_ddp=True)
+    handle = zerolap.attach(ddp, opt)
+    names: dict[str, Any] = {"zerolap": zerolap, "torch": torch, "dist": dist, "ddp": ddp, "opt": opt, "folder": folder}
+    names |= {"data": torch.randn(83, 13), "global_batch": 8}
+    exec(block, names)
+    return names["step"], names["consumed"], handle.stats().num_updates
+
+
+def test_the_loop_in_the_docs_resumes_on_other_ranks(tmp_path: Path) -> None:
+    assert run_ranks(2, _run_docs, str(tmp_path)) == [(11, 83, 11)] * 2
+    assert run_ranks(4, _run_docs, str(tmp_path)) == [(11, 83, 1)] * 4, "one step after the checkpoint of step 10"
 
 
 # --- nodes ------------------------------------------------------------------------------------------------------------
@@ -267,51 +334,52 @@ def test_many_kills_change_nothing(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_a_node_is_lost_and_comes_back(
     tmp_path: Path,
     hosts: list[tuple[str, str, str]],  # noqa: F811 - the fixture
+    train: Callable[[int], Path],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Two nodes of two ranks each, on two hosts: 4 ranks, then 2, then 4 again."""
-    folder, num_steps = tmp_path / "nodes", 300
-    endpoint = f"{hosts[0][2]}:29400"  # free: the namespace is new
-    program = [str(GATED), "--folder", str(folder), "--steps", str(num_steps), "--save-every", "20"]
+    folder, num_steps = tmp_path / "nodes", 3 * STEPS_PER_KILL + 40
 
-    def node(number: int) -> Any:
+    def node(number: int) -> AbstractContextManager[Agent]:
+        """By the docs' command."""
         namespace, interface, address = hosts[number]
-        conf = f"is_host={1 - number},last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
-        rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "1", "--rdzv-conf", conf]
+        (block,) = re.findall(r"```sh\n(.*?)```", DOCS.read_text(), re.DOTALL)
+        exported, command = block.split("\n", 1)
+        assert exported == "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"  # as Agent does
+        conf, local = f",is_host={1 - number}", ["--local-addr", address]  # names are not resolved in a namespace
+        command = command.replace("HOST:", f"{hosts[0][2]}:").replace("/shared/run", str(folder))
+        command = command.replace("\\\n", "").replace("max_attempt=3", f"max_attempt=3{conf}")
+        torchrun, *options = shlex.split(command)
+        assert torchrun == "torchrun"
+        place = options.index("examples/elastic.py")
         return agent(
             tmp_path / f"node{number}.log",
-            ["--nnodes", "1:2", "--local-addr", address, *rendezvous],
-            program,
+            [*options[:place], *local],
+            [str(HELD), *options[place + 1 :], "--steps", str(num_steps)],
             prefix=("ip", "netns", "exec", namespace),
             GLOO_SOCKET_IFNAME=interface,
-            ELASTIC_GATES="100,200",
         )
-
-    def at(world_size: int, step: int) -> Callable[[], bool]:
-        return lambda: (now := newest_run(folder)).world_size == world_size and now.step >= step
 
     with node(0) as first:
         with node(1) as second:
-            second.wait_for("steps on 4 ranks", at(4, 30))
+            second.wait_for("4 ranks", lambda: has_trained(folder, world_size=4))
             second.kill()
         since = time.monotonic()
-        (folder / "gate-100").touch()
-        first.wait_for("steps on 2 ranks", at(2, 110))
+        first.wait_for("2 ranks", lambda: has_trained(folder, world_size=2))
         seconds_to_go_on = time.monotonic() - since
         since = time.monotonic()
         with node(1) as second:
-            first.wait_for("steps on 4 ranks again", at(4, 120))
+            first.wait_for("4 ranks again", lambda: has_trained(folder, world_size=4))
             seconds_to_join = time.monotonic() - since
-            (folder / "gate-200").touch()
-            first.end(limit=120)
+            (folder / "go").touch()
+            first.end(limit=180)
             second.end(limit=60)
 
     happened = history(folder, num_steps)
     sizes = [size for size, _ in groupby(happened.world_sizes)]
-    assert sizes == [4, 2, 4], happened.world_sizes
+    assert sizes[-3:] == [4, 2, 4], sizes  # before that, the first node may have been alone for a moment
     assert_every_sample_once_an_epoch(happened.samples)
-    train(tmp_path / "undisturbed", num_steps)
-    undisturbed = history(tmp_path / "undisturbed", num_steps)
+    undisturbed = history(train(num_steps), num_steps)
     assert happened.samples == undisturbed.samples, "the same batches, however many ranks share them"
     off = max(abs(a / b - 1) for a, b in zip(happened.losses, undisturbed.losses, strict=True))
     assert off < LOSS_TOLERANCE
