@@ -331,6 +331,7 @@ def test_the_loop_in_the_docs_resumes_on_other_ranks(tmp_path: Path) -> None:
 # --- nodes ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.kills
 def test_a_node_is_lost_and_comes_back(
     tmp_path: Path,
     hosts: list[tuple[str, str, str]],  # noqa: F811 - the fixture
