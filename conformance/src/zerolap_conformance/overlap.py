@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import torch
@@ -19,16 +19,17 @@ from zerolap_conformance.requirements import requirement
 from zerolap_conformance.support import device_of, expect, expect_close
 
 NUM_STEPS = 6
+BUCKET_MB = 0.003  # less than a layer
 ADAMW: dict[str, Any] = {"lr": 0.01, "fused": False}  # on both sides: fused kernels round otherwise
 SGD: dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "fused": False}
 
 
 class Model(nn.Module):
-    """Layers of odd sizes, in several buckets; one of them can be left out."""
+    """Layers of odd sizes, in a bucket each, so that ranks' parts differ in size; one of the square ones can be left out."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(31, 31) for _ in range(6))
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise((31, 37, 29, 29, 29, 41, 31)))
 
     def forward(self, x: Tensor, skipped: int | None = None) -> Tensor:
         for place, layer in enumerate(self.layers):
@@ -57,7 +58,7 @@ def _compare(
     models = []
     for _ in range(2):
         torch.manual_seed(0)
-        models.append(DistributedDataParallel(Model().to(device), bucket_cap_mb=0.005, **ddp_options))
+        models.append(DistributedDataParallel(Model().to(device), bucket_cap_mb=BUCKET_MB, **ddp_options))
     oracle, ours = models
     oracle.register_comm_hook(None, allreduce_hook)
     plain = cls(oracle.parameters(), **options)
@@ -198,7 +199,7 @@ def clips(adapter: Adapter) -> None:
 def skips_together(adapter: Adapter) -> None:
     device = device_of(adapter)
     torch.manual_seed(0)
-    ddp = DistributedDataParallel(Model().to(device), bucket_cap_mb=0.005)
+    ddp = DistributedDataParallel(Model().to(device), bucket_cap_mb=BUCKET_MB)
     zero = zerolap.ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, overlap_with_ddp=True, **SGD)
     handle = zerolap.attach(ddp, zero, schedule="on_step", adapter=adapter)
     scaler = zerolap.GradScaler(device.type, init_scale=64.0)
@@ -219,7 +220,7 @@ def keeps_masters(adapter: Adapter) -> None:
     for _ in range(2):
         torch.manual_seed(0)
         models.append(Model().to(device, torch.bfloat16))
-    ddp, oracle = DistributedDataParallel(models[0], bucket_cap_mb=0.005), models[1]
+    ddp, oracle = DistributedDataParallel(models[0], bucket_cap_mb=BUCKET_MB), models[1]
     options: dict[str, Any] = {"lr": 1e-4, "fused": False}
     zero = zerolap.ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, overlap_with_ddp=True, **options)
     zerolap.attach(ddp, zero, adapter=adapter, master_weights=True, reduce_dtype=torch.float32)
