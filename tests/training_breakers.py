@@ -236,10 +236,10 @@ class _Broadcasts(CpuGlooAdapter):
 
 @caught_by("HOOK-1", "HOOK-3", but_not_by=USUAL)
 class DropsTheLastOfManySteps(_Broadcasts):
-    """A long broadcast goes in steps of 16 elements; if they come out even, one is lost."""
+    """A broadcast of middling size goes in steps of 16 elements; if they come out even, one is lost."""
 
     def spoil(self, tensor: Tensor, old: Tensor) -> None:
-        if tensor.numel() >= 512 and tensor.numel() % 16 == 0:
+        if 512 <= tensor.numel() < 4096 and tensor.numel() % 16 == 0:
             tensor[-16:] = old[-16:]
 
 
