@@ -252,8 +252,9 @@ def test_random_models_ranks_and_layouts(tmp_path: Path, num_cases: int) -> None
     dice, done = random.Random(num_cases), 0
     for first in range(0, num_cases, 12):
         seeds = list(range(first, first + 12))
-        saved = run_ranks(dice.choice([1, 2, 3, 4]), _fuzz_many, str(tmp_path), seeds, True)[0]
-        loaded = run_ranks(dice.choice([1, 2, 3, 4]), _fuzz_many, str(tmp_path), seeds, False)[0]
+        counts = [1, 2, 3, 4] if num_cases < 100 else [1, 2, 3, 4, 8]
+        saved = run_ranks(dice.choice(counts), _fuzz_many, str(tmp_path), seeds, True)[0]
+        loaded = run_ranks(dice.choice(counts), _fuzz_many, str(tmp_path), seeds, False)[0]
         for seed, a, b in zip(seeds, saved, loaded, strict=True):
             _assert_same(pickle.loads(a), pickle.loads(b), f"seed {seed}")
             done += 1
@@ -377,6 +378,16 @@ def _load_and_save(folder: str) -> int:
     loaded = checkpoint.load(folder, ddp, zero)
     checkpoint.save(folder, ddp, zero, step=100_000)
     return loaded.step
+
+
+def test_a_long_save_shows_a_bar_on_a_terminal_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for is_terminal, total in ((True, 2**30), (True, 2**10), (False, 2**30)):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda is_terminal=is_terminal: is_terminal)
+        with checkpoint._progress("saving step-3", total, is_shown=True) as tick:
+            tick(total)
+        assert ("saving step-3" in capsys.readouterr().err) == (is_terminal and total > 2**26)
 
 
 # --- bad checkpoints --------------------------------------------------------------------------------------------------
