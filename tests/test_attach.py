@@ -706,7 +706,7 @@ def _long_run(gather: str) -> float:
     return worst
 
 
-@pytest.mark.parametrize("gather", ["eager", "lazy"])
+@pytest.mark.parametrize("gather", [pytest.param("eager", marks=pytest.mark.soak), "lazy"])
 def test_three_hundred_iterations_of_a_transformer(gather: str) -> None:
     """The clip factor is computed in another order than torch's: one rounding a step, which training amplifies a little."""
     assert max(run_ranks(2, _long_run, gather)) < 1e-3

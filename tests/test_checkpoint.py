@@ -137,7 +137,9 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("num_saved", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "num_saved", [pytest.param(1, marks=pytest.mark.soak), 2, 3, pytest.param(4, marks=pytest.mark.soak)]
+)
 def test_saved_at_n_ranks_loads_at_m_in_any_layout(tmp_path: Path, num_saved: int) -> None:
     kinds = list(KINDS.values())
     saved = run_ranks(num_saved, _save, str(tmp_path), kinds[num_saved % len(kinds)])
@@ -247,7 +249,7 @@ def _fuzz_many(folder: str, seeds: list[int], is_saving: bool) -> list[bytes | N
     return [_fuzz(f"{folder}/{seed}", seed, is_saving) for seed in seeds]
 
 
-@pytest.mark.parametrize("num_cases", [24, pytest.param(300, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("num_cases", [12, pytest.param(300, marks=pytest.mark.soak)])
 def test_random_models_ranks_and_layouts(tmp_path: Path, num_cases: int) -> None:
     dice, done = random.Random(num_cases), 0
     for first in range(0, num_cases, 12):
@@ -342,7 +344,7 @@ for step in range(3, 10000):
 
 def test_a_kill_during_a_save_leaves_the_one_before(tmp_path: Path) -> None:
     dice = random.Random(0)
-    for attempt in range(4):
+    for attempt in range(2):
         folder = tmp_path / f"kill{attempt}"
         code = KILLED.format(tests=str(Path(__file__).parent), store=tmp_path / f"store{attempt}", folder=str(folder))
         ranks = [

@@ -23,9 +23,18 @@ import torch.distributed as dist
 
 from zerolap import Adapter, load_adapter
 
-# A fork server has torch imported and no threads started: a rank is there in milliseconds, and starts clean.
+# A fork server has imported what takes long, and started no threads: a rank is there in milliseconds, and starts clean.
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["torch", "torch.distributed.optim", "torch.nn.parallel", "zerolap"])
+_SERVER.set_forkserver_preload(
+    [
+        "torch._dynamo",  # an optimizer's first step imports it, in a second
+        "torch._inductor.config",
+        "torch.distributed.checkpoint",
+        "torch.distributed.optim",
+        "torch.nn.parallel",
+        "zerolap",
+    ]
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
