@@ -45,7 +45,7 @@ def fails_aloud(adapter: Adapter) -> None:
 def hands_over(adapter: Adapter) -> None:
     device = device_of(adapter)
     lane = adapter.lane("conformance", device=device)
-    for i in range(20):
+    for i in range(12):
         x = torch.zeros(10_000, device=device)
 
         def fill(x: Tensor = x, i: int = i) -> str:
@@ -63,7 +63,7 @@ def sees_its_caller(adapter: Adapter) -> None:
     device = device_of(adapter)
     lane = adapter.lane("conformance", device=device)
     starts: tuple[Callable[[Callable[[], Tensor]], Tensor], ...] = (lane.run, lambda fn: lane.submit(fn).wait())
-    for i in range(20):
+    for i in range(12):
         x = torch.zeros(10_000, device=device)
         busy(device, 0.005)
         x.fill_(i)
@@ -76,7 +76,7 @@ def sees_its_caller(adapter: Adapter) -> None:
 def futures_hand_over(adapter: Adapter) -> None:
     device = device_of(adapter)
     lane = adapter.lane("conformance", device=device)
-    for i in range(20):
+    for i in range(12):
         x = torch.zeros(10_000, device=device)
 
         def fill(x: Tensor = x, i: int = i) -> Tensor:
@@ -113,7 +113,7 @@ def closes(adapter: Adapter) -> None:
 def acts_as_its_caller(adapter: Adapter) -> None:
     device = device_of(adapter)
     lane = adapter.lane("conformance", device=device)
-    for i in range(10):
+    for i in range(6):
         x = torch.zeros(10_000, device=device)
         streams = [_stream(device)]
 
@@ -141,7 +141,7 @@ def _stream(device: torch.device) -> object:
 def sides_hand_over(adapter: Adapter) -> None:
     device, group, side = device_of(adapter), own_group(adapter), adapter.side(device_of(adapter))
     size, lane = group.size(), adapter.lane("conformance", device=device)
-    for i in range(10):
+    for i in range(6):
         x = torch.zeros(5_000, device=device)
         come_late(group, i)
         busy(device, 0.005)
@@ -168,7 +168,7 @@ def sides_hand_over(adapter: Adapter) -> None:
 def sides_keep_memory(adapter: Adapter) -> None:
     device, group, side = device_of(adapter), own_group(adapter), adapter.side(device_of(adapter))
     rank, size, numel = group.rank(), group.size(), 20_000
-    for i in range(10):
+    for i in range(6):
         into = torch.zeros(numel, device=device)
         source = torch.full((numel * size,), float(rank + i), device=device)
         come_late(group, i)
@@ -192,9 +192,9 @@ def measures_time(adapter: Adapter) -> None:
     device, ratios = device_of(adapter), []
     busy(device)  # calibrates itself
     adapter.synchronize()
-    for _ in range(7):
+    for _ in range(5):
         start, begin = adapter.moment(), time.perf_counter()
-        busy(device, 0.05)
+        busy(device, 0.04)
         end = adapter.moment()
         adapter.synchronize()
         wall = time.perf_counter() - begin
