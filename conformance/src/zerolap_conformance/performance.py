@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 
 import torch
@@ -47,22 +46,24 @@ def costs_little_host_time(adapter: Adapter) -> list[str]:
     handle, ddp, zero = _trained(adapter)
     engine = zero._engine
     assert engine is not None
-    spent, on_bucket = 0.0, engine.on_bucket
+    waited, worked, on_bucket = 0.0, 0.0, engine.on_bucket
 
     def timed(bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        nonlocal spent
-        start = time.perf_counter()  # not the processor's time: one who waits holds up backward, too
+        nonlocal waited, worked
+        start, start_work = time.perf_counter(), time.thread_time()
         future = on_bucket(bucket)
-        spent += time.perf_counter() - start
+        waited += time.perf_counter() - start
+        worked += time.thread_time() - start_work
         return future
 
     engine.on_bucket = timed  # type: ignore[method-assign]
     iterations = []
-    for _ in range(10):
-        spent = 0.0
+    for _ in range(20):
+        waited = 0.0
         ddp(torch.ones(4, 512, device=device_of(adapter))).sum().backward()
-        iterations.append(spent / handle.stats().num_buckets)
-    seconds = statistics.median(iterations)  # whoever else uses the host disturbs some iterations, not most
+        iterations.append(waited)
+    # Time in which the thread waits counts as well: it holds up backward. But of that the least, for others use the host, too.
+    seconds = max(min(iterations), worked / 20) / handle.stats().num_buckets
     assert seconds <= MOST_HOST_SECONDS, f"{1e3 * seconds:.2f} ms per bucket, {1e3 * MOST_HOST_SECONDS} is allowed"
     return [f"{1e6 * seconds:.0f} microseconds per bucket"]
 
