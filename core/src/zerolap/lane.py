@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
+import time
 import traceback
 import weakref
 from collections.abc import Callable
@@ -87,6 +89,22 @@ def failed(error: BaseException) -> Future[Any]:
     return _raising(outcome)
 
 
+# Of all lanes that are open. A thread that comes back from C++ while the interpreter ends takes the process down with it, so it
+# is given a moment to end by itself: the last job's waiter may be told before the lane has quite finished with it.
+_open: weakref.WeakKeyDictionary[threading.Thread, queue.SimpleQueue[_Job | None]] = weakref.WeakKeyDictionary()
+_EXIT_SECONDS = 1.0  # one that waits for a peer is left behind
+
+
+@atexit.register
+def _end_lanes() -> None:
+    deadline = time.monotonic() + _EXIT_SECONDS
+    threads = dict(_open)
+    for jobs in threads.values():
+        jobs.put(None)
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+
+
 class ThreadLane:
     """A lane for devices without streams: one progress thread.
 
@@ -98,9 +116,11 @@ class ThreadLane:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         # An elementwise kernel splits its work by thread count, and rounds differently at each split's end: a lane that
         # used another count than the training thread would not be bitwise equal to a plain step().
-        threading.Thread(
+        thread = threading.Thread(
             target=_run_lane, args=(self._jobs, torch.get_num_threads()), name=f"zerolap-{name}", daemon=True
-        ).start()
+        )
+        thread.start()
+        _open[thread] = self._jobs
         self._close = weakref.finalize(self, self._jobs.put, None)
 
     def submit(self, fn: Callable[[], T]) -> Future[T]:
