@@ -17,7 +17,7 @@ import zerolap_sim
 from sim_programs import device_group
 from stream_programs import Attached, sim_device, train
 from zerolap.engine import Arrival
-from zerolap.native import NativeEngine
+from zerolap.safety import WatchedEngine
 from zerolap.stream import StreamLane, StreamSide, _Arrived, _current
 
 # The function zerolap.attach hides its module of the same name.
@@ -181,7 +181,7 @@ class UsesWhatHasNotArrived(zerolap_sim.SimAdapter):
 # --- engines ----------------------------------------------------------------------------------------------------------
 
 
-class StepsBeforeTheReduction(NativeEngine):
+class StepsBeforeTheReduction(WatchedEngine):
     """Takes the gradients before they are reduced."""
 
     def _finish_reduce(self, index: int) -> None:
@@ -189,7 +189,7 @@ class StepsBeforeTheReduction(NativeEngine):
         arrival.reduced = arrival.reduction._into  # type: ignore[attr-defined]
 
 
-class GathersBeforeTheStep(NativeEngine):
+class GathersBeforeTheStep(WatchedEngine):
     """Starts sending a bucket's parameters in the wrong order: before they are updated."""
 
     def _step(self, index: int) -> None:
@@ -203,14 +203,14 @@ class GathersBeforeTheStep(NativeEngine):
         pass
 
 
-class DoesNotWaitForGathers(NativeEngine):
+class DoesNotWaitForGathers(WatchedEngine):
     """Says that parameters are back when they are on their way."""
 
     def _finish_gathers(self) -> None:
         self._gathers.clear()
 
 
-class ParametersAreUsedTooEarly(NativeEngine):
+class ParametersAreUsedTooEarly(WatchedEngine):
     """Lazy gathers that nobody waits for."""
 
     def wait_for_param(self, param: Tensor) -> None:
@@ -220,7 +220,7 @@ class ParametersAreUsedTooEarly(NativeEngine):
         pass
 
 
-class GivesGradientsBackTooEarly(NativeEngine):
+class GivesGradientsBackTooEarly(WatchedEngine):
     """DDP may overwrite a bucket that is still being sent."""
 
     def on_bucket(self, bucket: Any) -> Future[Tensor]:
@@ -287,7 +287,7 @@ def run_mutants(num_runs: int, mutants: Sequence[type], delays: Sequence[dict[st
         zerolap_sim.configure(**({"delay_us": 0, "delay_probability": 0.0} | delay))
         for mutant in mutants:
             schedule, gather = MUTANTS[mutant]
-            attach_module.NativeEngine = mutant if issubclass(mutant, NativeEngine) else NativeEngine
+            attach_module.WatchedEngine = mutant if issubclass(mutant, WatchedEngine) else WatchedEngine
             between = _clip if schedule == "on_step" else _nothing
             counts = []
             for _ in range(num_runs):
