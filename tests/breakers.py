@@ -5,7 +5,6 @@ Made where they are used, by name.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
@@ -461,6 +460,10 @@ class DoesNotWait(CpuGlooAdapter):
 class SendsWhenItLikes(CpuGlooAdapter):
     """Rank 0 says that a reduce-scatter is done when it has received everything, though it has not sent anything yet."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._sends = ThreadLane("sends")
+
     def reduce_scatter(self, parts: Parts, *, into: Tensor, group: dist.ProcessGroup, tag: int, what: str) -> Pending:
         if group.rank() != 0 or group.size() != 2:
             return super().reduce_scatter(parts, into=into, group=group, tag=tag, what=what)
@@ -473,7 +476,7 @@ class SendsWhenItLikes(CpuGlooAdapter):
             group.send([theirs], 1, number).wait()
 
         if theirs.numel():
-            threading.Thread(target=send).start()
+            self._sends.submit(send)
         return Pending(
             works,
             tensors=(parts, into),

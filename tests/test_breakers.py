@@ -15,7 +15,7 @@ import stream_breakers  # noqa: F401 - they register
 import training_breakers  # noqa: F401
 from breakers import BREAKERS, EVERYTHING
 from zerolap import Adapter
-from zerolap_conformance import ranks
+from zerolap_conformance.ranks import try_ranks
 from zerolap_conformance.requirements import NotDeclaredError, all_requirements
 from zerolap_sim import build
 
@@ -25,11 +25,8 @@ GROUP_SECONDS = 6  # what waits for a peer that never comes ends after so long
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _prepared() -> None:
+def _compiled() -> None:
     build.build()  # outside the time limits of the ranks
-    # Ranks come from a server that has imported what takes seconds, if it is not running already.
-    slow = ["torch.distributed.optim", "torch.nn.parallel", "torch._dynamo", "sympy"]
-    ranks._SERVER.set_forkserver_preload([*slow, "zerolap_conformance.overlap", "zerolap_cpu_gloo", "zerolap_sim"])
 
 
 def _try_in_order(adapter: Adapter, ids: list[str]) -> None:
@@ -51,7 +48,7 @@ def _try_in_order(adapter: Adapter, ids: list[str]) -> None:
 
 def _first_failure(adapter: str, ids: list[str]) -> tuple[str | None, str]:
     """Which of the requirements fails first, and how."""
-    outcomes = ranks.try_ranks(
+    outcomes = try_ranks(
         2, _try_in_order, ids, adapter=adapter, limit=CHECK_SECONDS * len(ids), group_timeout=GROUP_SECONDS
     )
     errors = [outcome.error for outcome in outcomes if outcome.error is not None]
