@@ -11,6 +11,7 @@ touched only when every rank has all of its part.
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import os
@@ -161,6 +162,10 @@ def async_save(
     return saving
 
 
+def _module_of(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
 def _wait_for_last(group: dist.ProcessGroup) -> None:
     if group in _last:
         _last.pop(group).wait()
@@ -181,7 +186,7 @@ def _state_of(
     if path_of(folder, step).exists() and not overwrite:
         raise FileExistsError(f"{path_of(folder, step)} is there already; give overwrite=True to replace it")
     rank, size = optimizer.rank, optimizer.world_size
-    module = model.module if isinstance(model, DistributedDataParallel) else model
+    module = _module_of(model)
     whole = module.state_dict()
     params = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     shared = [name for name in whole if name in params]
@@ -191,15 +196,15 @@ def _state_of(
         # Parameters are the same everywhere, so each is written by one rank; buffers are the first rank's, as in DDP.
         "model": {name: value for name, value in whole.items() if owner_of.get(name, 0) == rank},
         "optimizer": optimizer.sharded_state_dict(model),
-        "extra": pack(extra if rank == 0 else None),
     }
-    unpacked(pack(state["optimizer"]["param_groups"]))
-    if rank != 0:
-        del state["extra"]
+    pack(state["optimizer"]["param_groups"])  # for its refusal
+    if rank == 0:
+        state["extra"] = pack(extra)
     return state
 
 
 def pack(value: Any) -> Tensor:
+    """As bytes; refused if it could not be loaded again."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     packed = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
@@ -287,14 +292,13 @@ def _together(do: Callable[[], Any], group: dist.ProcessGroup | None, what: str)
 @contextmanager
 def _progress(what: str, total: int, *, is_shown: bool) -> Iterator[Callable[[int], None]]:
     """A bar for people who wait: on a terminal, for what takes more than a moment, if rich is installed."""
-    try:
-        from rich.console import Console
-        from rich.progress import Progress
-    except ModuleNotFoundError:
-        is_shown = False
-    if not is_shown or total < 2**26 or not sys.stderr.isatty():
+    is_shown = is_shown and total >= 2**26 and sys.stderr.isatty() and importlib.util.find_spec("rich") is not None
+    if not is_shown:
         yield lambda nbytes: None
         return
+    from rich.console import Console
+    from rich.progress import Progress
+
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(what, total=total)
         yield lambda nbytes: progress.advance(task, nbytes)
@@ -363,7 +367,7 @@ def load(
         small = reader.read({"optimizer": {"params": None, "param_groups": None}, "extra": reader.room(("extra",))})
         then = described_then(small["optimizer"]["params"])
         now = optimizer._described(model)
-        module = model.module if isinstance(model, DistributedDataParallel) else model
+        module = _module_of(model)
         room = {
             name: torch.empty_like(value, device="cpu") if isinstance(value, Tensor) else None
             for name, value in module.state_dict().items()
@@ -382,7 +386,7 @@ def load(
         return {"model": whole["model"], "states": found, "options": options}, unpacked(small["extra"])
 
     found, extra = refuse_together(_damaged_is_an_error(read, path), group=group, what=f"loading {path}")
-    module = model.module if isinstance(model, DistributedDataParallel) else model
+    module = _module_of(model)
     module.load_state_dict(found["model"], strict=strict)
     optimizer._take(found["options"], found["states"])
     return Loaded(reader.step, extra, path)

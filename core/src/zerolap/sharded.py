@@ -38,12 +38,12 @@ class FlatShards(Tensor):
         self.ranges = dict(ranges)
         return self
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's own has no types
         held = ", ".join(f"{start}:{start + part.numel()}" for start, part in sorted(self.ranges.items()))
         return f"FlatShards({held} of {self.numel()}, dtype={self.dtype})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # as torch's own
         """The one thing that staging for an asynchronous save does; everything else is refused."""
         if func is torch.ops.aten.new_empty.default:
             shards, _size = args

@@ -87,7 +87,7 @@ def attempt(adapter: str) -> str:
 
     with tempfile.TemporaryDirectory() as folder:
         try:
-            spawn(_train, args=(adapter, str(Path(folder, "store"))), nprocs=2)  # type: ignore[no-untyped-call]
+            spawn(_train, args=(adapter, str(Path(folder, "store"))), nprocs=2)  # type: ignore[no-untyped-call]  # torch's
         except Exception as error:
             return str(error).strip().splitlines()[-1]
     return "ok"
