@@ -171,7 +171,7 @@ class Fsdp2(Entry):
         super().__init__(model, torch.optim.AdamW(model.parameters(), **ADAMW, fused=True))
 
     def params(self) -> list[Tensor]:
-        return [param.full_tensor().detach() for param in self.model.parameters()]  # type: ignore[attr-defined]
+        return [param.full_tensor().detach() for param in self.model.parameters()]
 
     def state_bytes(self) -> int:
         return sum(
@@ -232,7 +232,7 @@ def entries(cap: float) -> dict[str, Callable[[nn.Module], Entry]]:
     }
     for schedule in ("interleaved", "after_backward", "on_step"):
         for gather in ("eager", "lazy"):
-            made[f"zerolap {schedule} {gather}, {cap:g} MB"] = lambda model, s=schedule, g=gather: Zerolap(  # type: ignore[misc]
+            made[f"zerolap {schedule} {gather}, {cap:g} MB"] = lambda model, s=schedule, g=gather: Zerolap(
                 model, cap=cap, schedule=s, gather=g
             )
     made["zerolap interleaved eager"] = lambda model: Zerolap(model)

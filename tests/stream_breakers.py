@@ -18,11 +18,13 @@ from stream_mutants import (
     LaneHandsOutFuturesTooEarly,
     LaneIgnoresItsCaller,
     LaneRunsAndForgets,
+    Late,
     NobodyWaitsForTheSide,
     SideDoesNotWait,
     SideIgnoresItsCaller,
     SideRecordsTooEarly,
     SideUsesItsCallersMemory,
+    UsesWhatHasNotArrived,
 )
 from zerolap import Capabilities, Parts, Pending
 from zerolap.stream import StreamLane, StreamSide, _Arrived, _current
@@ -168,41 +170,20 @@ class LooksAtAnotherClock(_Sim):
 # --- tier 2 -----------------------------------------------------------------------------------------------------------
 
 
-class _Late:
-    """Waits for a collective without holding on to it, or to what it works on."""
-
-    def __init__(self, pending: Pending, device: torch.device) -> None:
-        stream = torch.Stream(device=device)
-        with stream:
-            for work in pending._works:
-                work.wait()
-        self._event, self._device = stream.record_event(), device
-
-    def wait(self) -> None:
-        _current(self._device).wait_event(self._event)
-
-
 @caught_by("ORD-6", may="GRP-2 GRP-3 COL-5 COL-6 COL-9 ORD-1")
 class ForgetsWhatItSends(_Sim):
     """Padding, and parts that were put together, are freed when they are on their way."""
 
     def reduce_scatter(self, parts: Parts, *, into: Tensor, **options: Any) -> Pending:
         pending = super().reduce_scatter(parts, into=into, **options)
-        late, finish = _Late(pending, into.device), pending._finish
+        late, finish = Late(pending), pending._finish
         pending._works, pending.tensors = (), ()
         return Pending([late], tensors=(into,), what="", sent_bytes=pending.sent_bytes, finish=finish)
 
 
 @caught_by("COL-9", may="COL-8 ORD-6 GRP-2")
-class TakesOutWhatHasNotArrived(_Sim):
+class TakesOutWhatHasNotArrived(UsesWhatHasNotArrived, _Sim):
     """Copies parts to where they belong before they are there."""
-
-    def all_gather(self, parts: Parts, **options: Any) -> Pending:
-        pending = super().all_gather(parts, **options)
-        if pending._finish is not None:
-            pending._finish()
-            pending._finish = None
-        return pending
 
 
 class _Unwaited(_Sim):

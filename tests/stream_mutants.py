@@ -145,7 +145,7 @@ class ForgetsWhatItSends(zerolap_sim.SimAdapter):
         return _forgetful(super().reduce_scatter(parts, **options))
 
 
-class _Late:
+class Late:
     """Waits for an event that was recorded behind the collective, without holding on to it."""
 
     def __init__(self, pending: zerolap.Pending) -> None:
@@ -161,7 +161,7 @@ class _Late:
 
 
 def _forgetful(pending: zerolap.Pending) -> zerolap.Pending:
-    late = _Late(pending)
+    late = Late(pending)
     pending._works, pending.tensors, pending._finish = (), (), None
     torch.empty(4096, device=sim_device()).fill_(1.0)  # the next allocation of this stream
     return zerolap.Pending([late], tensors=(), what="", sent_bytes=pending.sent_bytes)

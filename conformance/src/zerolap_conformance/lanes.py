@@ -20,7 +20,7 @@ from zerolap_conformance.support import busy, come_late, device_of, expect, expe
 def runs_in_order(adapter: Adapter) -> None:
     lane, done = adapter.lane("conformance", device=device_of(adapter)), []
     for i in range(200):
-        lane.submit(lambda i=i: done.append(i))  # type: ignore[misc]
+        lane.submit(lambda i=i: done.append(i))  # type: ignore[misc]  # mypy types no defaults of lambdas
     lane.run(lambda: None)
     lane.close()
     expect(done, list(range(200)), "the order")
@@ -67,7 +67,7 @@ def sees_its_caller(adapter: Adapter) -> None:
         x = torch.zeros(10_000, device=device)
         busy(device, 0.005)
         x.fill_(i)
-        y = starts[i % 2](lambda x=x: x * 2)  # type: ignore[misc]
+        y = starts[i % 2](lambda x=x: x * 2)  # type: ignore[misc]  # mypy types no defaults of lambdas
         expect_equal(y, torch.full((10_000,), 2.0 * i), "what the lane has read")
     lane.close()
 
@@ -100,7 +100,7 @@ def closes(adapter: Adapter) -> None:
     done: list[int] = []
     lane = adapter.lane("conformance", device=device_of(adapter))
     for i in range(50):
-        lane.submit(lambda i=i: done.append(i))  # type: ignore[misc]
+        lane.submit(lambda i=i: done.append(i))  # type: ignore[misc]  # mypy types no defaults of lambdas
     lane.close()
     lane.close()
     deadline = time.monotonic() + 10
