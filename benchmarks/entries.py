@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import zerolap
 
+ALONE, REFERENCE = "compute alone", "DDP + fused AdamW"
 LENGTH = 128  # of a sequence
 ADAMW = {"lr": 1e-4, "weight_decay": 0.01}
 
@@ -99,6 +100,7 @@ class Entry:
     def __init__(self, model: nn.Module, optimizer: Any) -> None:
         self.model = model
         self.optimizer = optimizer
+        self.num_to_settle = 0  # steps until it has found out by itself how to go on
 
     def step(self, batch: Tensor) -> None:
         self.optimizer.zero_grad()
@@ -107,6 +109,10 @@ class Entry:
 
     def finish(self) -> None:
         pass
+
+    def note(self) -> str:
+        """What it has chosen by itself."""
+        return ""
 
     def params(self) -> list[Tensor]:
         return [param.detach() for param in self.model.parameters()]
@@ -124,13 +130,17 @@ class Alone(Entry):
 
 
 class Plain(Entry):
-    def __init__(self, model: nn.Module, *, cap: float = 25, fused: bool | None = None, as_view: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, *, cap: float | None = None, fused: bool | None = None, as_view: bool = False
+    ) -> None:
         ddp = DDP(model, bucket_cap_mb=cap, gradient_as_bucket_view=as_view)
         super().__init__(ddp, torch.optim.AdamW(ddp.parameters(), **ADAMW, fused=fused))
 
 
 class TorchZero(Entry):
-    def __init__(self, model: nn.Module, *, cap: float = 25, fused: bool | None = None, as_view: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, *, cap: float | None = None, fused: bool | None = None, as_view: bool = False
+    ) -> None:
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         ddp = DDP(model, bucket_cap_mb=cap, gradient_as_bucket_view=as_view)
@@ -143,16 +153,21 @@ class TorchZero(Entry):
 
 
 class Zerolap(Entry):
-    def __init__(self, model: nn.Module, *, cap: float = 25, **options: Any) -> None:
+    def __init__(self, model: nn.Module, *, cap: float | None = None, **options: Any) -> None:
         ddp = DDP(model, bucket_cap_mb=cap, gradient_as_bucket_view=True)
         super().__init__(
             ddp,
             zerolap.ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, overlap_with_ddp=True, **ADAMW),
         )
         self.handle = zerolap.attach(ddp, self.optimizer, **options)
+        self._is_auto = options.get("schedule") == "auto"
+        self.num_to_settle = 80 if self._is_auto else 0
 
     def finish(self) -> None:
         self.handle.finish()
+
+    def note(self) -> str:
+        return f"{self.handle.schedule} {self.handle.gather}" if self._is_auto else ""
 
     def params(self) -> list[Tensor]:
         self.finish()
@@ -220,9 +235,9 @@ class Fairscale(Entry):
 def entries(cap: float) -> dict[str, Callable[[nn.Module], Entry]]:
     """Every way, at the peers' defaults (25 MB) and at ``cap`` MB a bucket."""
     made: dict[str, Callable[[nn.Module], Entry]] = {
-        "compute alone": Alone,
+        ALONE: Alone,
         "DDP + AdamW": Plain,
-        "DDP + fused AdamW": lambda model: Plain(model, fused=True, as_view=True),
+        REFERENCE: lambda model: Plain(model, fused=True, as_view=True),
         f"DDP + fused AdamW, {cap:g} MB": lambda model: Plain(model, fused=True, as_view=True, cap=cap),
         "torch ZeRO": TorchZero,
         "torch ZeRO, views, fused": lambda model: TorchZero(model, fused=True, as_view=True),
@@ -236,6 +251,7 @@ def entries(cap: float) -> dict[str, Callable[[nn.Module], Entry]]:
                 model, cap=cap, schedule=s, gather=g
             )
     made["zerolap interleaved eager"] = lambda model: Zerolap(model)
+    made["zerolap auto"] = lambda model: Zerolap(model, schedule="auto")
     if importlib.util.find_spec("deepspeed"):
         warnings.filterwarnings("ignore")
         made["DeepSpeed ZeRO-1"] = lambda model: DeepSpeed(model, stage=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -28,6 +29,16 @@ class Network:
 
 def _ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True, timeout=20, capture_output=True)
+
+
+def wire_bytes(interface: str) -> int:
+    """What this rank's end of the wire has sent, every packet's headers included; what its rate limit counts. 0 on loopback."""
+    if interface == "lo":
+        return 0
+    told = subprocess.run(
+        ["tc", "-s", "-j", "qdisc", "show", "dev", interface], check=True, timeout=20, capture_output=True
+    ).stdout
+    return next(int(each["bytes"]) for each in json.loads(told) if each["kind"] == "tbf")
 
 
 @contextmanager

@@ -162,13 +162,15 @@ def test_the_first_backward_is_updated_too(schedule: Schedule) -> None:
     )
 
 
-def _backward(machine: Machine, *, num_buckets: int, is_known: bool, is_changed: bool) -> list[Action]:
+def _backward(
+    machine: Machine, *, num_buckets: int, is_known: bool, is_changed: bool, early: range = range(0)
+) -> list[Action]:
     """One backward as DDP makes it: every bucket in order, known or not as a whole."""
     actions: list[Action] = []
     for index in range(num_buckets):
         actions += machine.bucket_ready(index, is_last=index == num_buckets - 1, is_known=is_known)
     if machine.phase is Phase.LAYOUT_SEEN:
-        actions += machine.layout_seen(is_changed=is_changed)
+        actions += machine.layout_seen(is_changed=is_changed, early=early)
     if machine.phase is Phase.REDUCED:
         actions += machine.step_called()
     return actions
@@ -195,7 +197,13 @@ def test_all_ranks_emit_the_same_collectives_whatever_happens(
         machines = [Machine(schedule, gather=gather, agreement=agreement) for _ in range(num_ranks)]
         for is_changed, masks in history:
             emitted = [
-                _backward(machine, num_buckets=num_buckets, is_known=is_known, is_changed=is_changed)
+                _backward(
+                    machine,
+                    num_buckets=num_buckets,
+                    is_known=is_known,
+                    is_changed=is_changed,
+                    early=range(1, num_buckets // 2 + 1),
+                )
                 for machine, is_known in zip(machines, masks, strict=True)
             ]
             # Reductions are on DDP's group, the others on the optimizer's: each group's order must agree.
@@ -208,6 +216,26 @@ def test_all_ranks_emit_the_same_collectives_whatever_happens(
                     assert [v for v in of_bucket if v is not Verb.AGREE] == [Verb.REDUCE, Verb.STEP, Verb.GATHER]
                 assert actions[-1] == Action(Verb.FINISH)
                 assert (Action(Verb.WAIT) in actions) == (gather is Gather.EAGER)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "order"),
+    [
+        (Schedule.INTERLEAVED, [1, 2, 4, 3, 0]),
+        (Schedule.AFTER_BACKWARD, [4, 3, 2, 1, 0]),
+        (Schedule.ON_STEP, [4, 3, 2, 1, 0]),
+    ],
+)
+@pytest.mark.parametrize("is_known", [False, True])
+def test_lazy_gathers_start_with_what_the_next_forward_needs_first(
+    schedule: Schedule, order: list[int], is_known: bool
+) -> None:
+    machine = Machine(schedule, gather=Gather.LAZY)
+    for known_now in (False, is_known):
+        actions = _backward(machine, num_buckets=5, is_known=known_now, is_changed=not known_now, early=range(1, 3))
+    assert [a.bucket for a in actions if a.verb is Verb.GATHER] == order
+    if is_known and schedule is Schedule.INTERLEAVED:  # the two early ones do not wait for the last bucket
+        assert actions.index(Action(Verb.GATHER, 1)) < actions.index(Action(Verb.REDUCE, 3))
 
 
 @pytest.mark.parametrize(

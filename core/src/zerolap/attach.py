@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from zerolap.adapter import Adapter
+from zerolap.auto import Tuner
 from zerolap.hooks import Hook, agreement_of, guarded, meet
 from zerolap.machine import Gather, Schedule
 from zerolap.native import NativeEngine, Precision
@@ -54,16 +55,37 @@ class Handle:
     """What ``attach`` returns."""
 
     def __init__(
-        self, optimizer: ZeroRedundancyOptimizer, engine: WatchedEngine, adapter: Adapter, undo: Callable[[], None]
+        self,
+        optimizer: ZeroRedundancyOptimizer,
+        engine: WatchedEngine,
+        adapter: Adapter,
+        tuner: Tuner | None,
+        undo: Callable[[], None],
     ) -> None:
         self._optimizer = optimizer
         self._engine = engine
         self._adapter = adapter
+        self._tuner = tuner
         self._undo = undo
 
     @property
     def is_attached(self) -> bool:
         return self._optimizer._engine is self._engine
+
+    @property
+    def schedule(self) -> str:
+        """The schedule in use, as ``attach`` takes it."""
+        return self._engine.schedule.value
+
+    @property
+    def gather(self) -> str:
+        """The gather in use, as ``attach`` takes it."""
+        return self._engine.gather.value
+
+    @property
+    def is_tuned(self) -> bool:
+        """Whether schedule, gather and buckets stay as they are; with ``schedule="auto"`` that takes some iterations."""
+        return self._tuner is None or self._tuner.is_done
 
     def finish(self) -> None:
         """Wait for all parameters that are still on their way."""
@@ -122,8 +144,8 @@ def attach(
     ddp: DistributedDataParallel,
     optimizer: ZeroRedundancyOptimizer,
     *,
-    schedule: Literal["interleaved", "after_backward", "on_step"] = "interleaved",
-    gather: Literal["eager", "lazy"] = "eager",
+    schedule: Literal["interleaved", "after_backward", "on_step", "auto"] = "interleaved",
+    gather: Literal["eager", "lazy"] | None = None,
     adapter: Adapter | str | None = None,
     master_weights: bool = False,
     reduce_dtype: torch.dtype | None = None,
@@ -138,7 +160,10 @@ def attach(
     can be clipped or unscaled, or the step skipped, before. After backward a parameter's ``.grad`` is this rank's own
     gradient; the mean exists only in the shards.
 
-    With ``gather="eager"`` all parameters are back when backward or ``step()`` returns. With ``lazy`` they come while the
+    ``auto`` tries the first two, both gathers unless one is given, and other bucket sizes, in some fifty iterations of training
+    whose updates are the same as any other's; then it stays with the fastest, and logs what it chose and why.
+
+    With ``gather="eager"``, the default, all parameters are back when backward or ``step()`` returns. With ``lazy`` they come while the
     next forward runs: whoever reaches a parameter through its module waits for it, and ``handle.finish()`` waits for all.
 
     ``master_weights`` keeps, in the shards, a copy in single precision of parameters of 16 bits, from which they are rounded
@@ -154,8 +179,9 @@ def attach(
     of your own, or the name of one that is installed; without it the parameters' device decides.
     """
     precision = Precision(master_weights=master_weights, reduce_dtype=reduce_dtype, gather_dtype=gather_dtype)
-    when, how = _member(Schedule, schedule, "schedule"), _member(Gather, gather, "gather")
     safety = Safety(audit_every=audit_every or 0, nonfinite=_member(NonFinite, nonfinite, "nonfinite"))
+    schedules, gathers = _ways(ddp, schedule, gather, safety)
+    when, how = schedules[0], gathers[0]
 
     def check() -> None:
         _check_attachable(ddp, optimizer, precision)
@@ -164,7 +190,7 @@ def attach(
     chosen, (reduce_group, group) = meet(
         ddp,
         optimizer,
-        settings=["native", when.value, how.value, str(precision), str(safety)],
+        settings=["native", schedule, [each.value for each in gathers], str(precision), str(safety)],
         num_groups=2,
         adapter=adapter,
         check=check,
@@ -196,16 +222,48 @@ def attach(
     undo.callback(engine.close)
     if master_weights:
         undo.callback(ddp.module.register_load_state_dict_post_hook(_RefreshMasters(engine)).remove)
-    if how is Gather.LAZY:
-        from zerolap.lazy import wait_on_access  # takes a second to import: torch's compiler comes with it
+    waits = undo.enter_context(ExitStack())
 
-        undo.callback(wait_on_access(ddp.module, engine))
+    def use_gather(gather: Gather) -> None:
+        waits.close()
+        if gather is Gather.LAZY:
+            from zerolap.lazy import wait_on_access  # takes a second to import: torch's compiler comes with it
+
+            waits.callback(wait_on_access(ddp.module, engine))
+
+    use_gather(how)
+    tuner = None
+    if schedule == "auto":
+        tuner = Tuner(
+            ddp, engine, adapter=chosen, group=group, schedules=schedules, gathers=gathers, use_gather=use_gather
+        )
+        undo.callback(tuner.close)
 
     def on_bucket(state: object, bucket: GradBucket) -> Future[Tensor]:
         return engine.on_bucket(bucket)
 
-    undo.callback(_connect(ddp, guarded(ddp, on_bucket, adapter=chosen, schedule=when)))
-    return Handle(optimizer, engine, chosen, undo.close)
+    undo.callback(_connect(ddp, guarded(ddp, on_bucket, adapter=chosen, engine=engine)))
+    return Handle(optimizer, engine, chosen, tuner, undo.close)
+
+
+def _ways(
+    ddp: DistributedDataParallel, schedule: str, gather: str | None, safety: Safety
+) -> tuple[list[Schedule], list[Gather]]:
+    """The schedules and gathers to use, or for ``auto`` to choose from; the first of each is what training begins with."""
+    if schedule != "auto":
+        return [_member(Schedule, schedule, "schedule", "auto")], [
+            Gather.EAGER if gather is None else _member(Gather, gather, "gather")
+        ]
+    schedules = [Schedule.AFTER_BACKWARD]
+    if safety.nonfinite is NonFinite.IGNORE:
+        schedules.insert(0, Schedule.INTERLEAVED)
+    if gather is not None:
+        return schedules, [_member(Gather, gather, "gather")]
+    # A part that is compiled cannot wait for a parameter; the tuner looks for a whole that is.
+    is_compiled = any(
+        module._compiled_call_impl is not None or "_orig_mod" in module._modules for module in ddp.modules()
+    )
+    return schedules, [Gather.EAGER] if is_compiled else [Gather.EAGER, Gather.LAZY]
 
 
 def _connect(ddp: DistributedDataParallel, hook: Hook) -> Callable[[], None]:
@@ -269,11 +327,11 @@ def _use_fused(optimizer: ZeroRedundancyOptimizer) -> None:
             group["fused"] = not group.get("capturable")
 
 
-def _member(kind: type[E], value: str, name: str) -> E:
+def _member(kind: type[E], value: str, name: str, *others: str) -> E:
     try:
         return kind(value)
     except ValueError as error:
-        raise ValueError(f"{name} must be one of {[each.value for each in kind]}, got {value!r}") from error
+        raise ValueError(f"{name} must be one of {[*(each.value for each in kind), *others]}, got {value!r}") from error
 
 
 def _check_attachable(ddp: DistributedDataParallel, optimizer: ZeroRedundancyOptimizer, precision: Precision) -> None:

@@ -32,7 +32,7 @@ from zerolap.lane import Waiter
 from zerolap.lastwords import LastWords, Words
 from zerolap.machine import Action, Agreement, Gather, Machine, Phase, Schedule, Verb
 from zerolap.pending import Pending
-from zerolap.plan import BucketPlan, GroupRank, Layout, Piece, Plan, Policy, Slot, make_plan
+from zerolap.plan import BucketPlan, GroupRank, Layout, Piece, Plan, Policy, Slot, early_buckets, make_plan
 from zerolap.shards import (
     BucketShard,
     FlatParams,
@@ -113,6 +113,8 @@ class Engine(ABC):
         gather: Gather = Gather.EAGER,
     ) -> None:
         self.schedule = schedule
+        self.gather = gather
+        self.is_tuning = False  # schedule and gather are being tried
         self._book = book
         self._adapter = adapter
         self._group = group
@@ -243,6 +245,16 @@ class Engine(ABC):
         if actions:
             self._lane.run(partial(self._do, actions))
 
+    def reschedule(self, schedule: Schedule, gather: Gather) -> None:
+        """Go on in another way, from the next backward on; all ranks at the same one."""
+        self.wait_for_params()
+        self._machine.reschedule(schedule, gather)
+        self.schedule, self.gather = schedule, gather
+
+    def run_between_updates(self, fn: Callable[[], T]) -> T:
+        """Run something that uses the optimizer's own group, on all ranks between the same two updates."""
+        return self._run_on_lane(fn)
+
     def forget_layout(self) -> None:
         """Plan anew at the end of the next backward: the optimizer's parameters have changed."""
         self._layout = []
@@ -352,7 +364,8 @@ class Engine(ABC):
     def _close_recording(self) -> tuple[Action, ...]:
         recording, self._recording = self._recording, []
         is_changed = [b.indices for b in recording] != [b.indices for b in self._layout]
-        actions = self._machine.layout_seen(is_changed=is_changed)
+        early = early_buckets([sum(param.numel() for param in recorded.params) for recorded in recording])
+        actions = self._machine.layout_seen(is_changed=is_changed, early=early)
         self._layout = recording
         if is_changed:
             self._plan = self._make_plan(tuple(recorded.slots for recorded in recording))

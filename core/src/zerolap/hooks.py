@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zerolap.adapter import Adapter
 from zerolap.debug import debug_modes, with_checked_order
-from zerolap.engine import HookEngine
+from zerolap.engine import Engine, HookEngine
 from zerolap.exchange import all_gather_json, refuse_together
 from zerolap.lane import Waiter
 from zerolap.machine import Agreement, Schedule
@@ -110,7 +110,7 @@ def _overlapped(
         hook_state = process_group if state is None and takes_group else state
         return engine.on_bucket(bucket)
 
-    return guarded(ddp, on_bucket, adapter=chosen, schedule=schedule)
+    return guarded(ddp, on_bucket, adapter=chosen, engine=engine)
 
 
 def meet(
@@ -162,10 +162,8 @@ def meet(
     return chosen, groups
 
 
-def guarded(ddp: DistributedDataParallel, on_bucket: Hook, *, adapter: Adapter, schedule: Schedule) -> Hook:
+def guarded(ddp: DistributedDataParallel, on_bucket: Hook, *, adapter: Adapter, engine: Engine) -> Hook:
     """A hook for ``register_comm_hook`` that refuses a DDP whose graph settings have changed, or joins what cannot be."""
-    # A rank that has joined updates its buckets at the end; others would start gathers between reductions, and it behind all.
-    can_join = schedule is not Schedule.INTERLEAVED or not adapter.capabilities.one_issue_order
     agreement, ddp_ref = agreement_of(ddp), weakref.ref(ddp)
 
     def hook_with_zero_step(state: Any, bucket: GradBucket) -> Future[Tensor]:
@@ -173,7 +171,17 @@ def guarded(ddp: DistributedDataParallel, on_bucket: Hook, *, adapter: Adapter, 
         assert caller is not None, "a hook is called by a DDP that is alive"
         if agreement_of(caller) is not agreement:
             raise RuntimeError("DDP's static_graph was changed after the hook was made; set it before")
-        if caller._join_config.enable and not can_join:
+        if caller._join_config.enable and engine.is_tuning:
+            raise RuntimeError(
+                'schedule="auto" cannot be tried out under Join, where ranks make different numbers of iterations; train without '
+                "Join until handle.is_tuned, or choose a schedule"
+            )
+        if (
+            caller._join_config.enable
+            and adapter.capabilities.one_issue_order
+            and engine.schedule is Schedule.INTERLEAVED
+        ):
+            # A rank that has joined updates its buckets at the end, behind all reductions; others gather between them.
             raise RuntimeError(
                 "updates interleaved with backward cannot work under Join on this device: ranks that have joined start "
                 'collectives in another order than the others; use schedule="after_backward" or hook_with_zero_step'

@@ -93,10 +93,15 @@ def _before_forward(module: nn.Module, args: Any) -> None:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _refuse_compiled(module: nn.Module, args: Any) -> None:
+    if is_called_by_compiled():
+        raise RuntimeError('gather="lazy" cannot wait inside a compiled forward; use gather="eager" with torch.compile')
+
+
+def is_called_by_compiled() -> bool:
+    """Whether the caller runs inside what torch.compile has made; to be called by what is never traced itself."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         frame = frame.f_back
         if frame.f_code.co_filename == eval_frame.__file__ and "compile_wrapper" in frame.f_code.co_name:
-            raise RuntimeError(
-                'gather="lazy" cannot wait inside a compiled forward; use gather="eager" with torch.compile'
-            )
+            return True
+    return False

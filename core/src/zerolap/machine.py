@@ -10,8 +10,11 @@ runs only if its bucket's place in the layout is known beforehand, so the machin
 * a layout already planned for is **overlapped**: a bucket is updated when the schedule says so.
 
 Both apply every update, the first backward's included, and both emit the same collectives in the same order:
-``REDUCE 0..n-1`` on one group, ``AGREE i, GATHER i`` for every bucket i in a fixed order on another. That is the law that
+``REDUCE 0..n-1`` on one group, every bucket's ``AGREE`` and ``GATHER`` in a fixed order on another. That is the law that
 makes deadlock impossible when some ranks record while others overlap (a rank that has joined early always records).
+
+A lazy gather starts with what the next forward needs first, and DDP fills its buckets from the model's end: the last bucket
+goes first. Interleaved, the ``early`` buckets are gathered at once all the same, while backward still computes.
 
 The names UNINITIALIZED, DDP_HAS_REBUILT_BUCKETS and INITIALIZED mean what they mean in torch's ``_OverlapStatus``.
 """
@@ -108,8 +111,10 @@ class _Do(_Named):
     RECORD = auto()
     REDUCE = auto()
     PLAN = auto()  # PLAN, MIGRATE
-    UPDATE_EARLY = auto()  # AGREE, STEP, GATHER of the bucket at hand if the schedule is interleaved
-    UPDATE_REST = auto()  # AGREE, STEP, GATHER of every bucket not updated yet
+    UPDATE_EARLY = (
+        auto()
+    )  # AGREE, STEP, and GATHER unless that can wait, of the bucket at hand if the schedule is interleaved
+    UPDATE_REST = auto()  # AGREE, STEP of every bucket not updated yet, GATHER of those not gathered yet
     FINISH = auto()  # WAIT, unless the gather is lazy, and FINISH
 
 
@@ -198,7 +203,8 @@ TABLES: Final[Mapping[Schedule, Table]] = MappingProxyType(
     {Schedule.INTERLEAVED: IN_BACKWARD, Schedule.AFTER_BACKWARD: IN_BACKWARD, Schedule.ON_STEP: ON_STEP}
 )
 
-_BETWEEN_BACKWARDS: Final = frozenset({Phase.UNINITIALIZED, Phase.INITIALIZED, Phase.REDUCED})
+_SETTLED: Final = frozenset({Phase.UNINITIALIZED, Phase.INITIALIZED})
+_BETWEEN_BACKWARDS: Final = _SETTLED | {Phase.REDUCED}
 
 
 class _Position(NamedTuple):
@@ -208,6 +214,7 @@ class _Position(NamedTuple):
     num_seen: int = 0
     num_updated: int = 0
     has_new_layout: bool = False  # no update has been made in this layout yet
+    early: range = range(0)  # buckets whose lazy gather starts as soon as they are updated, if that is inside backward
 
 
 class Machine:
@@ -222,6 +229,13 @@ class Machine:
         self._table = TABLES[schedule]
         self._at = _Position()
         self._next = cache(self._next_anew)  # the same few, in every backward
+
+    def reschedule(self, schedule: Schedule, gather: Gather) -> None:
+        """Go on in another way, from the next backward on; all ranks at the same one. No update may be outstanding."""
+        if self._at.phase not in _SETTLED:
+            raise IllegalEventError(f"the schedule cannot be changed in phase {self._at.phase.name}")
+        self._schedule, self._gather, self._table = schedule, gather, TABLES[schedule]
+        self._next.cache_clear()
 
     @property
     def phase(self) -> Phase:
@@ -238,8 +252,9 @@ class Machine:
             return self._feed(Event.LAST_BUCKET if is_last else Event.BUCKET, index)
         return self._feed(Event.LAST_UNKNOWN_BUCKET if is_last else Event.UNKNOWN_BUCKET, index)
 
-    def layout_seen(self, *, is_changed: bool) -> tuple[Action, ...]:
+    def layout_seen(self, *, is_changed: bool, early: range = range(0)) -> tuple[Action, ...]:
         """All buckets of a recorded backward are there, and were compared with the plan's layout."""
+        self._at = self._at._replace(early=early)
         return self._feed(Event.LAYOUT_CHANGED if is_changed else Event.LAYOUT_KEPT)
 
     def step_called(self) -> tuple[Action, ...]:
@@ -269,14 +284,20 @@ class Machine:
         num_seen = at.num_seen if index is None else index + 1
         num_updated = 0 if index == 0 else at.num_updated
         has_new_layout = at.has_new_layout or event is Event.LAYOUT_CHANGED
-        actions, num_updated = self._expand(transition.do, num_seen, num_updated, has_new_layout)
+        actions = self._expand(transition.do, num_seen, num_updated, has_new_layout, at.early)
+        num_updated = num_seen if any(verb is Verb.STEP for verb, _ in actions) else num_updated
         has_new_layout = has_new_layout and Action(Verb.FINISH) not in actions
-        return _Position(transition.to, num_seen, num_updated, has_new_layout), actions
+        return _Position(transition.to, num_seen, num_updated, has_new_layout, at.early), actions
 
     def _expand(
-        self, do: tuple[_Do, ...], num_seen: int, num_updated: int, has_new_layout: bool
-    ) -> tuple[tuple[Action, ...], int]:
-        this, updated = num_seen - 1, num_updated
+        self, do: tuple[_Do, ...], num_seen: int, num_updated: int, has_new_layout: bool, early: range
+    ) -> tuple[Action, ...]:
+        this = num_seen - 1
+        is_interleaved, is_lazy = self._schedule is Schedule.INTERLEAVED, self._gather is Gather.LAZY
+        waiting = [i for i in reversed(range(num_seen)) if i not in early] if is_interleaved and is_lazy else []
+        due = range(num_updated, num_seen)
+        if is_lazy and not is_interleaved:
+            due = due[::-1]
         agrees = self._agreement is Agreement.ALWAYS or (self._agreement is Agreement.PER_LAYOUT and has_new_layout)
         actions: list[Action] = []
         for what in do:
@@ -288,26 +309,21 @@ class Machine:
                 case _Do.PLAN:
                     actions += (Action(Verb.PLAN), Action(Verb.MIGRATE))
                 case _Do.UPDATE_EARLY | _Do.UPDATE_REST:
-                    if what is _Do.UPDATE_EARLY and self._schedule is not Schedule.INTERLEAVED:
+                    if what is _Do.UPDATE_EARLY and not is_interleaved:
                         continue
-                    for bucket in self._in_order(range(updated, num_seen)):
+                    for bucket in due:
                         if agrees:
                             actions.append(Action(Verb.AGREE, bucket))
-                        actions += (Action(Verb.STEP, bucket), Action(Verb.GATHER, bucket))
-                    updated = num_seen
+                        actions.append(Action(Verb.STEP, bucket))
+                        if bucket not in waiting:
+                            actions.append(Action(Verb.GATHER, bucket))
+                    if what is _Do.UPDATE_REST:
+                        actions += (Action(Verb.GATHER, bucket) for bucket in waiting)
                 case _Do.FINISH:
                     if self._gather is Gather.EAGER:
                         actions.append(Action(Verb.WAIT))
                     actions.append(Action(Verb.FINISH))
-        return tuple(actions), updated
-
-    def _in_order(self, buckets: range) -> range:
-        """A lazy gather starts with what the next forward needs first: DDP fills its buckets from the model's end.
-
-        Not if buckets are updated as they come: a rank that records would then gather in another order than the others.
-        """
-        is_reversed = self._gather is Gather.LAZY and self._schedule is not Schedule.INTERLEAVED
-        return buckets[::-1] if is_reversed else buckets
+        return tuple(actions)
 
 
 def to_mermaid(table: Table) -> str:

@@ -1,0 +1,212 @@
+"""``schedule="auto"``: tries the ways to overlap while training goes on, and keeps the fastest.
+
+What is tried are real iterations, and whatever the way, their updates are the same. The tuner acts before a forward, when the
+iteration before it is over, and so at the same point of training on all ranks. They compare what they measured, and the slowest
+rank's time counts for all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import statistics
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from zerolap.adapter import Adapter
+from zerolap.exchange import all_gather_json
+from zerolap.machine import Gather, Schedule
+from zerolap.native import NativeEngine
+from zerolap.trace import Moment
+
+logger = logging.getLogger(__name__)
+
+_MB = 2**20
+_NUM_VISITS = 2  # to each choice, so that one slow phase of the machine does not decide
+_NUM_MEASURED = 3  # iterations of a visit, behind one to get going
+_NUM_TO_SETTLE = 3  # iterations until DDP has rebuilt new buckets and states have moved
+_WORTH_A_CHANGE = 0.01
+_WORTH_ANOTHER_LOOK = 1.1
+_OTHER_BUCKET_MB = (25.0, 5.0)  # DDP's default, and what suits slow networks
+_FIRST_BUCKET_MB = 1.0  # as DDP's own: what is ready first should not wait for more
+
+
+class Choice(NamedTuple):
+    """One way to overlap."""
+
+    schedule: Schedule
+    gather: Gather
+    bucket_mb: float
+
+    def __str__(self) -> str:
+        return f"{self.schedule.value} {self.gather.value}, buckets of {self.bucket_mb:g} MB"
+
+
+class Iterations(NamedTuple):
+    start: Moment
+    end: Moment
+    count: int  # one, unless the model was called in other ways in between
+
+
+_Script = Generator[None, Iterations, None]  # runs on from the end of an iteration to that of the next
+
+
+class Tuner:
+    """Tries choices in turn, and ends with the best one in use."""
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        engine: NativeEngine,
+        *,
+        adapter: Adapter,
+        group: dist.ProcessGroup,
+        schedules: Sequence[Schedule],
+        gathers: Sequence[Gather],
+        use_gather: Callable[[Gather], None],
+    ) -> None:
+        self._ddp = ddp
+        self._engine = engine
+        self._adapter = adapter
+        self._group = group
+        self._use_gather = use_gather
+        self._taken: dict[Choice, list[Iterations]] = {}
+        self._num_updates = 0
+        self._last: Moment = adapter.moment()
+        sizes = [ddp.bucket_bytes_cap / _MB]
+        if _can_rebucket(ddp):
+            sizes += [size for size in _OTHER_BUCKET_MB if not 0.5 < size / sizes[0] < 2]
+        self._sizes = sizes
+        self._ways = [(schedule, gather) for gather in gathers for schedule in schedules]
+        self.choice = Choice(*self._ways[0], sizes[0])
+        self._may_be_lazy = Gather.LAZY in gathers
+        self._is_compiled = False
+        self._script: _Script | None = self._run()
+        next(self._script)
+        self._hook = ddp.register_forward_pre_hook(self)
+        engine.is_tuning = True
+
+    @property
+    def is_done(self) -> bool:
+        return self._script is None
+
+    def close(self) -> None:
+        """Stay with what is in use."""
+        self._hook.remove()
+        self._script = None
+        self._engine.is_tuning = False
+
+    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
+        return (_nobody, ())  # a copy of DDP, or one from a file, is not tuned
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch gives its decorator no types
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        """Before every forward of DDP."""
+        num_updates = self._engine.num_updates
+        if self._script is None or num_updates == self._num_updates:
+            return  # a forward without an update before it: evaluation, or gradients are being accumulated
+        taken = Iterations(self._last, self._adapter.moment(), num_updates - self._num_updates)
+        self._num_updates = num_updates
+        self._is_compiled = self._is_compiled or (self._may_be_lazy and _is_called_by_compiled())
+        try:
+            self._script.send(taken)
+        except StopIteration:
+            self.close()
+        self._last = self._adapter.moment()
+
+    def _run(self) -> _Script:
+        for _ in range(_NUM_TO_SETTLE):  # as DDP rebuilds its first buckets, too
+            yield
+        ways = self._ways
+        if any(self._tell_all(self._is_compiled, "whether forward is compiled")):
+            ways = [way for way in ways if way[1] is Gather.EAGER]  # what is compiled cannot wait for a parameter
+        for size in self._sizes:
+            yield from self._settle(size)
+            for _ in range(_NUM_VISITS):
+                for way in ways:
+                    self._use(Choice(*way, size))
+                    yield
+                    for _ in range(_NUM_MEASURED):
+                        self._taken.setdefault(self.choice, []).append((yield))
+            seconds = self._compare()
+            here = {way: seconds[Choice(*way, size)] for way in ways}
+            ways = [way for way in ways if here[way] < _WORTH_ANOTHER_LOOK * min(here.values())]
+        best = min(seconds.values())
+        chosen = next(choice for choice, taken in seconds.items() if taken <= best * (1 + _WORTH_A_CHANGE))
+        yield from self._settle(chosen.bucket_mb)
+        self._use(chosen)
+        if self._group.rank() == 0:
+            tried = "; ".join(f"{choice}: {taken * 1e3:.1f} ms" for choice, taken in seconds.items())
+            logger.info("auto has chosen %s, by the time of an iteration: %s", chosen, tried)
+
+    def _settle(self, bucket_mb: float) -> _Script:
+        if bucket_mb != self.choice.bucket_mb:
+            self._engine.wait_for_params()
+            _rebucket(self._ddp, bucket_mb)
+            self.choice = self.choice._replace(bucket_mb=bucket_mb)
+            for _ in range(_NUM_TO_SETTLE):
+                yield
+
+    def _use(self, choice: Choice) -> None:
+        self._engine.reschedule(choice.schedule, choice.gather)
+        self._use_gather(choice.gather)
+        self.choice = choice
+
+    def _compare(self) -> dict[Choice, float]:
+        """Every choice's time of an iteration: on each rank the median, and of these the longest."""
+        since = self._adapter.seconds_between
+        mine = [statistics.median(since(t.start, t.end) / t.count for t in taken) for taken in self._taken.values()]
+        said = self._tell_all(mine, "how long iterations take")
+        return {choice: max(times) for choice, times in zip(self._taken, zip(*said, strict=True), strict=True)}
+
+    def _tell_all(self, mine: Any, what: str) -> list[Any]:
+        return self._engine.run_between_updates(
+            lambda: all_gather_json(mine, group=self._group, what=f"telling {what}")
+        )
+
+
+def _nobody() -> Callable[[nn.Module, Any], None]:
+    return _do_nothing
+
+
+def _do_nothing(module: nn.Module, args: Any) -> None:
+    """In place of a tuner."""
+
+
+def _is_called_by_compiled() -> bool:
+    from zerolap.lazy import is_called_by_compiled  # takes a second to import, and only where gathers may be lazy
+
+    return is_called_by_compiled()
+
+
+def _can_rebucket(ddp: DistributedDataParallel) -> bool:
+    """Whether this torch's DDP can be given other buckets; it has no public way, but one of its own, used after unpickling.
+
+    One with a static graph learns the graph in its first backward, which then must not be one without synchronisation.
+    """
+    needed = (
+        "_bucket_config",
+        "_ddp_init_helper",
+        "_build_params_for_reducer",
+        "_build_debug_param_to_name_mapping",
+        "_comm_hooks",
+    )
+    return all(hasattr(ddp, name) for name in needed) and not ddp.bucket_bytes_cap_list and not ddp.static_graph
+
+
+def _rebucket(ddp: Any, bucket_mb: float) -> None:
+    """Give DDP buckets of another size, as if it had been made with them; between two iterations."""
+    cap = int(bucket_mb * _MB)
+    first = min(cap, int(_FIRST_BUCKET_MB * _MB))
+    ddp._bucket_config = dataclasses.replace(ddp._bucket_config, bucket_bytes_cap=cap, first_bucket_bytes_cap=first)
+    ddp.bucket_bytes_cap = cap
+    params, are_sparse = ddp._build_params_for_reducer()
+    ddp.reducer._remove_autograd_hooks()
+    ddp._ddp_init_helper(params, are_sparse, ddp._build_debug_param_to_name_mapping(params), ddp.static_graph)
+    for hook, state in ddp._comm_hooks:
+        dist._register_comm_hook(ddp.reducer, state, hook)

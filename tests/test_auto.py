@@ -1,0 +1,157 @@
+"""``schedule="auto"``: whatever is tried, the numbers are those of DDP + the plain optimizer, and all ranks end with the same."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import zerolap
+from zerolap_conformance.ranks import run_ranks
+
+WIDTH, NUM_LAYERS = 64, 12
+MOST_ITERATIONS = 120
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_LAYERS)))
+
+
+def _batch(iteration: int) -> torch.Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * iteration + dist.get_rank()))
+
+
+def _pair(ddp_options: dict[str, Any], options: dict[str, Any]) -> tuple[list[tuple[DDP, Any]], zerolap.Handle]:
+    plain, ddp = (DDP(_model(), **ddp_options) for _ in range(2))
+    zero = zerolap.ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=1e-2, overlap_with_ddp=True)
+    handle = zerolap.attach(ddp, zero, schedule="auto", **options)
+    return [(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)), (ddp, zero)], handle
+
+
+def _same(both: list[tuple[DDP, Any]]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(*(ddp.parameters() for ddp, _ in both), strict=True))
+
+
+def _tune(ddp_options: dict[str, Any], options: dict[str, Any]) -> tuple[int, str, str, list[str]]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zerolap.auto").addHandler(handler)
+    logging.getLogger("zerolap.auto").setLevel(logging.INFO)
+    both, handle = _pair(ddp_options, options)
+    for iteration in range(MOST_ITERATIONS):
+        for ddp, optimizer in both:
+            optimizer.zero_grad()
+            if iteration or not ddp.static_graph:  # which cannot begin without synchronisation
+                with ddp.no_sync():
+                    ddp(_batch(2 * iteration)).square().mean().backward()
+            ddp(_batch(2 * iteration + 1)).square().mean().backward()
+            optimizer.step()
+            with torch.no_grad():
+                ddp(_batch(iteration))  # an evaluation, which is no iteration
+        handle.finish()
+        assert _same(both), f"iteration {iteration} differs"
+        if handle.is_tuned:
+            break
+    return iteration, handle.schedule, handle.gather, said
+
+
+@pytest.mark.parametrize(
+    ("ddp_options", "options", "num_choices"),
+    [
+        ({"bucket_cap_mb": 0.02}, {}, 12),
+        ({"bucket_cap_mb": 0.02, "gradient_as_bucket_view": True, "static_graph": True}, {}, 4),
+        ({"bucket_cap_mb": 0.02, "find_unused_parameters": True}, {"gather": "lazy"}, 6),
+        ({"bucket_cap_mb": 0.02}, {"nonfinite": "raise", "gather": "eager"}, 3),
+        ({"bucket_cap_mb_list": [0.01, 0.02, 0.05]}, {}, 4),  # sizes that somebody chose one by one stay
+    ],
+)
+def test_every_try_is_an_update_like_any_other(
+    ddp_options: dict[str, Any], options: dict[str, Any], num_choices: int
+) -> None:
+    results = run_ranks(2, _tune, ddp_options, options)
+    iterations, schedule, gather, said = results[0]
+    assert iterations < MOST_ITERATIONS - 1
+    assert all(result[:3] == (iterations, schedule, gather) for result in results), "all ranks choose the same"
+    (line,) = said
+    assert f"auto has chosen {schedule} {gather}" in line
+    assert 1 <= line.count(" ms") <= num_choices
+    if "nonfinite" in options:
+        assert schedule == "after_backward"
+    if "gather" in options:
+        assert gather == options["gather"]
+    assert [result[3] for result in results[1:]] == [[]], "one rank tells"
+
+
+def _compiled() -> set[str]:
+    both, handle = _pair({}, {})
+    runs = [(torch.compile(ddp, backend="eager"), optimizer) for ddp, optimizer in both]
+    seen = set()
+    for iteration in range(MOST_ITERATIONS):
+        for run, optimizer in runs:
+            optimizer.zero_grad()
+            run(_batch(iteration)).square().mean().backward()
+            optimizer.step()
+        seen.add(handle.gather)
+        assert _same(both)
+        if handle.is_tuned:
+            return seen
+    raise AssertionError("never tuned")
+
+
+def test_what_is_compiled_is_never_gathered_lazily() -> None:
+    assert run_ranks(2, _compiled) == [{"eager"}, {"eager"}]
+
+
+def _joined() -> str:
+    both, _ = _pair({}, {})
+    ddp, zero = both[1]
+    try:
+        with Join([ddp]):
+            for iteration in range(2):
+                zero.zero_grad()
+                ddp(_batch(iteration)).square().mean().backward()
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_join_is_refused_until_it_is_tuned() -> None:
+    assert all("train without Join until handle.is_tuned" in said for said in run_ranks(2, _joined))
+
+
+def _copied() -> tuple[bool, bool]:
+    both, handle = _pair({}, {})
+    ddp, zero = both[1]
+    for iteration in range(3):
+        zero.zero_grad()
+        ddp(_batch(iteration)).square().mean().backward()
+        zero.step()
+    handle.finish()
+    theirs = copy.deepcopy(ddp.module)(_batch(0))
+    handle.detach()
+    return torch.equal(theirs, ddp.module(_batch(0))), handle.is_tuned
+
+
+def test_a_copy_is_not_tuned_and_detach_ends_it() -> None:
+    assert run_ranks(2, _copied) == [(True, True), (True, True)]
+
+
+def _skipping() -> str:
+    try:
+        _pair({}, {"nonfinite": "skip"})
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_what_needs_step_is_refused() -> None:
+    assert all('schedule="on_step"' in said for said in run_ranks(2, _skipping))
