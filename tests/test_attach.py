@@ -605,7 +605,7 @@ def _refused(case: str) -> None:
 
 
 REFUSALS = {
-    "schedule": r"schedule must be one of \['interleaved', 'after_backward', 'on_step'\], got 'sometimes'",
+    "schedule": r"schedule must be one of \['interleaved', 'after_backward', 'on_step', 'auto'\], got 'sometimes'",
     "subset": r"parameters of this DDP are not in the optimizer",
     "clip": r'clipping cannot work with updates inside backward.*schedule="on_step"',
     "scale": r'scaling losses cannot work with updates inside backward.*schedule="on_step"',

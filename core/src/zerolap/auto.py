@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import _register_comm_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from zerolap.adapter import Adapter
@@ -50,7 +51,7 @@ class Choice(NamedTuple):
 class Iterations(NamedTuple):
     start: Moment
     end: Moment
-    count: int  # one, unless the model was called in other ways in between
+    how_many: int  # one, unless the model was called in other ways in between
 
 
 _Script = Generator[None, Iterations, None]  # runs on from the end of an iteration to that of the next
@@ -160,7 +161,7 @@ class Tuner:
     def _compare(self) -> dict[Choice, float]:
         """Every choice's time of an iteration: on each rank the median, and of these the longest."""
         since = self._adapter.seconds_between
-        mine = [statistics.median(since(t.start, t.end) / t.count for t in taken) for taken in self._taken.values()]
+        mine = [statistics.median(since(t.start, t.end) / t.how_many for t in taken) for taken in self._taken.values()]
         said = self._tell_all(mine, "how long iterations take")
         return {choice: max(times) for choice, times in zip(self._taken, zip(*said, strict=True), strict=True)}
 
@@ -209,4 +210,4 @@ def _rebucket(ddp: Any, bucket_mb: float) -> None:
     ddp.reducer._remove_autograd_hooks()
     ddp._ddp_init_helper(params, are_sparse, ddp._build_debug_param_to_name_mapping(params), ddp.static_graph)
     for hook, state in ddp._comm_hooks:
-        dist._register_comm_hook(ddp.reducer, state, hook)
+        _register_comm_hook(ddp.reducer, state, hook)
