@@ -102,7 +102,7 @@ def _times(given: argparse.Namespace, source: Any) -> dict[str, Any]:
     sharing = given.ranks if interface == "lo" else 1  # loopback counts everybody's
     for round_ in range(given.rounds + 1):  # the first is to warm up
         for name, entry in made.items():
-            batches = _batches(given, source, round_ + 1, given.steps + 2)
+            batches = _batches(given, source, round_ + 1, (given.steps if round_ else 1) + 2)
             sent, wire = _sent(interface), wire_bytes(interface)
             for batch in batches[:2]:
                 entry.step(batch)

@@ -18,6 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import compare
+import cost
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
@@ -33,7 +34,7 @@ MAIN = (
 )
 BATCHES_AND_NETWORKS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "27M LM, 1 Gbit/s, the wire dominates": (
-        ["--model", "lm27", "--network", "1000", "--batch", "1", "--rounds", "3", "--memory"],
+        ["--model", "lm27", "--network", "1000", "--batch", "1", "--rounds", "3"],
         ALL,
     ),
     "27M LM, 1 Gbit/s, wire and compute about equal": (
@@ -41,8 +42,8 @@ BATCHES_AND_NETWORKS: dict[str, tuple[list[str], tuple[str, ...]]] = {
         MAIN,
     ),
     "27M LM, loopback": (
-        ["--model", "lm27", "--network", "loopback", "--batch", "1", "--rounds", "7"],
-        MAIN,
+        ["--model", "lm27", "--network", "loopback", "--batch", "1", "--rounds", "7", "--memory"],
+        ALL,
     ),
     "5M LM, 100 Mbit/s": (
         ["--model", "lm5", "--network", "100", "--batch", "1", "--rounds", "3"],
@@ -105,6 +106,12 @@ def write_page(path: Path) -> None:
             f"## {title}\n\n{found['date']}: {found['setting']}. {found['machine']}.\n\n"
             f"`python benchmarks/compare.py {' '.join(found['asked'])}`\n\n"
             f"![{title}]({picture})\n\n{compare.to_markdown(found['rows']).rstrip()}"
+        )
+    units = RESULTS / "cost.json"
+    if units.exists():
+        table = cost.to_markdown(json.loads(units.read_text())).rstrip()
+        parts.append(
+            f"## Cost of a unit\n\n`python benchmarks/cost.py`\n\n![Cost of a unit](results/cost.svg)\n\n{table}"
         )
     path.write_text("\n\n".join(parts) + "\n")
 
