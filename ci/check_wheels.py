@@ -20,7 +20,7 @@ PACKAGES = {  # folder: import name, what it may depend on
     "conformance": ("zerolap_conformance", {"zerolap", "pytest"}),
 }
 DATA = {  # folder: files beside the code that it needs
-    "core": ("zerolap_cli/app.py", "zerolap_cli/py.typed"),
+    "core": ("zerolap_cli/app.py", "zerolap_cli/sonnets.txt", "zerolap_cli/py.typed"),
     "adapters/sim": ("zerolap_sim/csrc/runtime.cpp", "zerolap_sim/csrc/runtime.h"),
     "conformance": ("zerolap_conformance/page.html",),
 }
