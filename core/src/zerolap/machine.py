@@ -308,15 +308,3 @@ class Machine:
         """
         is_reversed = self._gather is Gather.LAZY and self._schedule is not Schedule.INTERLEAVED
         return buckets[::-1] if is_reversed else buckets
-
-
-def to_mermaid(table: Table) -> str:
-    """Draw a table as a Mermaid state diagram."""
-    lines = ["stateDiagram-v2", f"    [*] --> {Phase.UNINITIALIZED.name}"]
-    for phase, row in table.items():
-        for event, transition in row.items():
-            if event is Event.FAILURE:
-                continue  # legal everywhere: said once beside the diagram, not drawn six times
-            does = ", ".join(d.name.lower() for d in transition.do)
-            lines.append(f"    {phase.name} --> {transition.to.name}: {event.name}" + (f" / {does}" if does else ""))
-    return "\n".join(lines) + "\n"
