@@ -48,7 +48,8 @@ def problems_of(page: Path) -> list[str]:
         if not re.match(r"(https?:)?//|data:", url)
         and not (page.parent / url.partition("#")[0].partition("?")[0]).exists()
     ]
-    if "--8&lt;--" in text or "--8<--" in re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL):
+    shown = re.sub("<!--.*?-->|<[^>]*>", "", text, flags=re.DOTALL)  # without comments and mark-up
+    if re.search(r"--\s*8\s*&lt;\s*--", shown):
         found.append(f"{page}: a snippet was not included")
     return found
 
