@@ -75,7 +75,13 @@ def to_svg(table: Table, title: str) -> str:
 
 
 def section(title: str, picture: str, table: Table) -> str:
-    lines = ["", f"## {title}", "", f"![The phases and what leads from one to another](pictures/{picture})", ""]
+    lines = [
+        "",
+        f"## {title}",
+        "",
+        f"[![The phases and what leads from one to another](pictures/{picture})](pictures/{picture})",
+        "",
+    ]
     lines.append("| phase | " + " | ".join(f"`{event.name}`" for event in Event) + " |")
     lines.append("|---" * (len(Event) + 1) + "|")
     for phase, row in table.items():
