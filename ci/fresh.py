@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 import venv
 from pathlib import Path
 
@@ -26,7 +27,9 @@ def fresh_environment(folder: Path) -> dict[str, str]:
 def call(command: str, *, folder: Path, environment: dict[str, str], codes: tuple[int, ...] = (0,)) -> str:
     """Run a command as a user types it, show it, and return what it printed."""
     print(f"$ {command}", flush=True)
+    start = time.monotonic()
     done = subprocess.run(command, shell=True, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True)
+    print(f"    {time.monotonic() - start:.0f} s", flush=True)
     if done.returncode not in codes:
         print(done.stdout)
         raise SystemExit(f"{command!r} ended with {done.returncode}")
