@@ -20,38 +20,37 @@ PACKAGES = {  # folder: import name, what it may depend on
     "conformance": ("zerolap_conformance", {"zerolap", "pytest"}),
 }
 DATA = {  # folder: files beside the code that it needs
-    "core": ("zerolap_cli/app.py", "zerolap_cli/py.typed"),
+    "core": ("zerolap_cli/app.py", "zerolap_cli/sonnets.txt", "zerolap_cli/py.typed"),
     "adapters/sim": ("zerolap_sim/csrc/runtime.cpp", "zerolap_sim/csrc/runtime.h"),
     "conformance": ("zerolap_conformance/page.html",),
 }
 
 
+def problems_of(folder: str, wheel: Path) -> list[str]:
+    """What is missing in the wheel of the package in ``folder``, or is too much."""
+    name, allowed = PACKAGES[folder]
+    with zipfile.ZipFile(wheel) as archive:
+        files = archive.namelist()
+        (metadata,) = (file for file in files if file.endswith(".dist-info/METADATA"))
+        fields = Parser().parsestr(archive.read(metadata).decode())
+    needed = [f"{name}/__init__.py", f"{name}/py.typed", *DATA.get(folder, ())]
+    problems = [f"{wheel.name}: no {file}" for file in needed if file not in files]
+    if not any(file.endswith("licenses/LICENSE") for file in files):
+        problems.append(f"{wheel.name}: no licence")
+    for requirement in fields.get_all("Requires-Dist", []):
+        if "extra ==" not in requirement and not any(requirement.startswith(each) for each in allowed):
+            problems.append(f"{wheel.name}: depends on {requirement}")
+    return problems
+
+
 def main() -> int:
     problems = []
-    for folder, (name, allowed) in PACKAGES.items():
+    build = ["-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-build-isolation"]
+    for folder in PACKAGES:
         with tempfile.TemporaryDirectory() as target:
-            build = [
-                "-m",
-                "pip",
-                "wheel",
-                "--quiet",
-                "--disable-pip-version-check",
-                "--no-deps",
-                "--no-build-isolation",
-            ]
             subprocess.run([sys.executable, *build, "--wheel-dir", target, str(ROOT / folder)], check=True)
             (wheel,) = Path(target).glob("*.whl")
-            with zipfile.ZipFile(wheel) as archive:
-                files = archive.namelist()
-                (metadata,) = (file for file in files if file.endswith(".dist-info/METADATA"))
-                fields = Parser().parsestr(archive.read(metadata).decode())
-        needed = [f"{name}/__init__.py", f"{name}/py.typed", *DATA.get(folder, ())]
-        problems += [f"{wheel.name}: no {file}" for file in needed if file not in files]
-        if not any(file.endswith("licenses/LICENSE") for file in files):
-            problems.append(f"{wheel.name}: no licence")
-        for requirement in fields.get_all("Requires-Dist", []):
-            if "extra ==" not in requirement and not any(requirement.startswith(each) for each in allowed):
-                problems.append(f"{wheel.name}: depends on {requirement}")
+            problems += problems_of(folder, wheel)
     print("\n".join(problems) or f"{len(PACKAGES)} wheels are complete")
     return bool(problems)
 

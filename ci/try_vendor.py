@@ -8,15 +8,13 @@ Acme's devices are simulated: what brings them to torch, zerolap-sim, is install
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
 import sys
-import venv
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+from fresh import ROOT, TORCH, fresh_environment
 
 
 def main(folder: Path) -> int:
@@ -24,18 +22,10 @@ def main(folder: Path) -> int:
     folder.mkdir(parents=True)
     _copy_project(folder / "zerolap")
     shutil.copytree(ROOT / "tests/acme", folder / "zerolap-acme")
-    venv.create(folder / "env", with_pip=True)
-    constraints = ROOT / "ci/constraints.txt"
-    environment = {
-        **{name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "TOX", "VIRTUAL_ENV"))},
-        "PATH": f"{folder / 'env/bin'}{os.pathsep}{os.environ['PATH']}",
-        "PIP_CONSTRAINT": str(constraints),
-        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
-        "OMP_NUM_THREADS": "1",
-    }
+    environment = fresh_environment(folder / "env")
     (commands,) = re.findall(r"```sh\n(pip install.*?)```", (ROOT / "VENDORS.md").read_text(), re.DOTALL)
     driver = [
-        "pip install --quiet torch==2.13.0 numpy ./zerolap/core ./zerolap/adapters/sim",
+        f"pip install --quiet {TORCH} numpy ./zerolap/core ./zerolap/adapters/sim",
         'python -c "from zerolap_sim import build; build.build()"',  # compiles it
     ]
     for command in (*driver, *commands.splitlines()):

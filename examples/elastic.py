@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from importlib.resources import files
 from pathlib import Path
 
 import torch
@@ -28,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import zerolap
 from zerolap import checkpoint
 
-TEXT = (Path(__file__).parent / "sonnets.txt").read_text()
+TEXT = files("zerolap_cli").joinpath("sonnets.txt").read_text()
 SEED, CONTEXT, GLOBAL_BATCH = 0, 16, 32  # the batch of all ranks together: more ranks, smaller parts
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 import venv
@@ -105,13 +107,61 @@ def test_checkpoints_are_inspected_and_converted(tmp_path: Path) -> None:
     assert json.loads(_zerolap("checkpoint", "inspect", "run", "--json", folder=tmp_path).stdout)["ranks"] == 2
     assert _zerolap("checkpoint", "convert", "run", "one.pt", folder=tmp_path).returncode == 0
     assert _zerolap("checkpoint", "convert", "run", "one.pt", folder=tmp_path).returncode == 2, "it is there already"
-    assert _zerolap("checkpoint", "convert", "one.pt", "back", folder=tmp_path).returncode == 0
+    back = _zerolap("checkpoint", "convert", "one.pt", "back", "--json", folder=tmp_path)
+    assert json.loads(back.stdout) == {"written": ["back/step-000000002"]}, back.stderr
     assert torch.load(tmp_path / "one.pt", weights_only=True)["optimizer"]["param_groups"][0]["lr"] == 0.01
     damaged = tmp_path / "back/step-000000002/.metadata"
     damaged.write_bytes(damaged.read_bytes()[:-1])
     run = _zerolap("checkpoint", "inspect", "back", folder=tmp_path)
     assert run.returncode == 1
     assert "is damaged" in run.stderr
+
+
+def test_the_demo_finds_the_same_numbers(tmp_path: Path) -> None:
+    run = _zerolap("demo", "--rounds", "1", "--json", folder=tmp_path)
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout)
+    assert found["largest_difference"] == 0
+    plain, ours = found["contestants"]
+    assert plain["loss"] == ours["loss"]
+    assert ours["state_bytes"] < 0.51 * plain["state_bytes"]
+
+
+def test_the_benchmark_runs_from_the_source_tree_and_says_so_elsewhere(tmp_path: Path) -> None:
+    options = ["--model", "many", "--rounds", "1", "--steps", "1", "--only", "zerolap interleaved eager, 5 MB"]
+    run = _zerolap("bench", "--json", *options, folder=tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert "zerolap interleaved eager, 5 MB" in [row["name"] for row in json.loads(run.stdout)["rows"]]
+    assert not list(tmp_path.iterdir())
+    shutil.copytree(ROOT / "core/src/zerolap_cli", tmp_path / "a/b/c/zerolap_cli")  # as if it were installed
+    code = "from zerolap_cli import main; main()"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "a/b/c")}
+    elsewhere = subprocess.run(
+        [sys.executable, "-P", "-c", code, "bench"], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert elsewhere.returncode == 2, elsewhere.stdout
+    assert "clone the repository" in elsewhere.stderr
+
+
+def _in_bash(script: str, **variables: str) -> str:
+    """As a user's shell runs it, with the installed command."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, **variables}
+    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_shell_completes_commands_and_options(tmp_path: Path) -> None:
+    script = _in_bash("zerolap --show-completion; true")
+    assert "complete -o default -F _zerolap_completion zerolap" in script
+    # What bash itself does when Tab is pressed, with that script.
+    press = "COMP_WORDS=(zerolap {0}); COMP_CWORD={1}; _zerolap_completion zerolap; printf '%s ' \"${{COMPREPLY[@]}}\""
+    assert _in_bash(script + press.format("d", 1)).split() == ["doctor", "demo"]
+    assert "--json" in _in_bash(script + press.format("doctor --", 2)).split()
+    _in_bash("zerolap --install-completion; true", HOME=str(tmp_path))
+    assert "zerolap" in (tmp_path / ".bashrc").read_text()
+    assert "_zerolap_completion" in (tmp_path / ".bash_completions/zerolap.sh").read_text()
 
 
 def test_without_torch_it_says_what_is_missing(tmp_path: Path) -> None:

@@ -324,15 +324,3 @@ class Machine:
                         actions.append(Action(Verb.WAIT))
                     actions.append(Action(Verb.FINISH))
         return tuple(actions)
-
-
-def to_mermaid(table: Table) -> str:
-    """Draw a table as a Mermaid state diagram."""
-    lines = ["stateDiagram-v2", f"    [*] --> {Phase.UNINITIALIZED.name}"]
-    for phase, row in table.items():
-        for event, transition in row.items():
-            if event is Event.FAILURE:
-                continue  # legal everywhere: said once beside the diagram, not drawn six times
-            does = ", ".join(d.name.lower() for d in transition.do)
-            lines.append(f"    {phase.name} --> {transition.to.name}: {event.name}" + (f" / {does}" if does else ""))
-    return "\n".join(lines) + "\n"

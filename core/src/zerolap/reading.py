@@ -36,7 +36,9 @@ def digest_of(file: Path) -> list[Any]:
 def unpacked(packed: Tensor) -> Any:
     """What was packed as bytes, if it is harmless."""
     try:
-        return torch.load(io.BytesIO(bytes(packed.numpy())), map_location="cpu", weights_only=True)
+        buffer = bytearray(packed.numel())
+        torch.frombuffer(buffer, dtype=torch.uint8).copy_(packed)  # not by numpy(): torch does not bring NumPy
+        return torch.load(io.BytesIO(buffer), map_location="cpu", weights_only=True)
     except Exception as error:
         raise CheckpointError(
             "only tensors, numbers, strings and containers of them can be in a checkpoint, for nothing else is safe to load: "

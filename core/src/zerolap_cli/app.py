@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import json
 import os
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -110,6 +111,7 @@ def new_adapter(
     ] = None,
     has_streams: Annotated[bool, typer.Option("--streams/--no-streams", help="Whether the device has streams.")] = True,
     folder: Annotated[Path | None, typer.Option(help="Where; zerolap-NAME here if not given.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Write the skeleton of an adapter package for a device of your own."""
     from zerolap_cli.skeleton import write
@@ -119,9 +121,56 @@ def new_adapter(
         written = write(folder, name=name, device_type=device_type, backend=backend, has_streams=has_streams)
     except (ValueError, FileExistsError) as error:
         raise fail(str(error), code=2) from error
+    if as_json:
+        typer.echo(json.dumps({"written": [str(path) for path in written]}))
+        return
     for path in written:
         typer.echo(f"written: {path}")
     typer.echo(f"next: pip install {folder.absolute()} && zerolap conformance --adapter {name}")
+
+
+@app.command()
+def demo(
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of a few steps with each.")] = 15,
+    as_json: AsJson = False,
+) -> None:
+    """Train a small model on two ranks of this machine's CPU, with DDP + AdamW and with zerolap, and compare.
+
+    Exit code 0 only if the parameters are the same, bit for bit.
+    """
+    need("torch")
+    from zerolap.registry import find_adapter
+
+    try:
+        find_adapter("cpu")
+    except LookupError as error:
+        raise fail(str(error)) from error
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "zerolap_cli.demo", "--rounds", str(rounds), *(["--json"] if as_json else [])]
+    raise typer.Exit(subprocess.run(command, env={"OMP_NUM_THREADS": "1", **os.environ}).returncode)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def bench(context: typer.Context, as_json: AsJson = False) -> None:
+    """Compare with DDP and with other sharded optimizers, by benchmarks/compare.py of the source tree.
+
+    Takes the options of that program: `zerolap bench -- --help` lists them.
+    """
+    places = [folder / "benchmarks/compare.py" for folder in (Path(__file__).parents[3], Path.cwd())]
+    program = next((place for place in places if place.exists()), None)
+    if program is None:
+        raise fail(
+            "the benchmark is part of zerolap's source tree, not of the installed package, and there is none here; clone the "
+            "repository and call `zerolap bench` in its folder",
+            code=2,
+        )
+    need("torch")
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, str(program), *context.args, *(["--out", folder] if as_json else [])]
+        code = subprocess.run(command, stdout=sys.stderr if as_json else None).returncode
+        if as_json and code == 0:
+            typer.echo(Path(folder, "results.json").read_text())
+    raise typer.Exit(code)
 
 
 checkpoints = typer.Typer(
@@ -165,6 +214,7 @@ def convert(
     source: Annotated[Path, typer.Argument(help="A sharded checkpoint (or a folder of them), or a file.")],
     target: Annotated[Path, typer.Argument(help="A file, or a folder for sharded checkpoints.")],
     step: Annotated[int | None, typer.Option(help="The step of the new checkpoint, if the file does not say.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Make one file of a sharded checkpoint, with the plain optimizer's state dict, or a sharded checkpoint of such a file."""
     need("torch")
@@ -184,7 +234,7 @@ def convert(
                 made = converting.from_file(source, target, step=step)
     except CheckpointError as error:
         raise fail(str(error)) from error
-    typer.echo(f"written: {made}")
+    typer.echo(json.dumps({"written": [str(made)]}) if as_json else f"written: {made}")
 
 
 def _checkpoint_at(path: Path) -> Path:
