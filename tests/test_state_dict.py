@@ -173,7 +173,7 @@ def _asked_before_training() -> None:
     """As frameworks do when they are given an optimizer, without consolidating. From the first step on that is refused."""
     for kind in KINDS[2:]:
         ddp = DDP(Mlp(), bucket_cap_mb=0.004)
-        zero, plain = _make(kind, ddp, torch.optim.AdamW, fused=True), _make("plain", ddp, torch.optim.AdamW, fused=True)
+        zero, plain = (_make(each, ddp, torch.optim.AdamW, fused=True) for each in (kind, "plain"))
         assert _same(zero.state_dict(), plain.state_dict()), kind
         zero.load_state_dict(zero.state_dict())
         assert _same(zero.state_dict(), plain.state_dict()), kind
