@@ -11,7 +11,6 @@
 #SBATCH --time=24:00:00
 #SBATCH --requeue
 #SBATCH --open-mode=append
-#SBATCH --signal=TERM@120
 # Devices: --gpus-per-node=8, or whatever your site calls them; and as many ranks:
 set -euo pipefail
 
