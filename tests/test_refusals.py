@@ -197,6 +197,13 @@ def step_without_hook() -> None:
     zero.step()
 
 
+def clipping_without_hook() -> None:
+    ddp = DDP(Mlp())
+    zero = _sharded(ddp.parameters(), overlap_with_ddp=True)
+    backward(ddp, next(batches(1)))
+    zero.clip_grad_norm_(1.0)
+
+
 def hook_not_registered() -> None:
     ddp = DDP(Mlp())
     zero = _sharded(ddp.parameters(), overlap_with_ddp=True)
@@ -211,7 +218,9 @@ def step_with_options() -> None:
 
 
 def state_not_consolidated() -> None:
-    _sharded([nn.Parameter(torch.zeros(3))]).state_dict()
+    zero = _sharded([nn.Parameter(torch.zeros(3))])
+    zero.step()
+    zero.state_dict()
 
 
 def consolidate_to_nobody() -> None:
@@ -270,6 +279,7 @@ REFUSALS: dict[Callable[[], None], str] = {
     optimizer_in_backward: r"ValueError: .*another optimizer applied in backward",
     static_graph_set_too_late: r"static_graph was changed after the hook was made",
     step_without_hook: r"RuntimeError: .*no hook was made for this optimizer",
+    clipping_without_hook: r"RuntimeError: .*no hook was made for this optimizer",
     hook_not_registered: r"RuntimeError: .*register it by ddp.register_comm_hook",
     step_with_options: r"TypeError: step\(\) takes no options under overlap.*scale",
     state_not_consolidated: r"RuntimeError: .*call consolidate_state_dict\(to=\d\) on all ranks",

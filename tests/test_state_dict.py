@@ -169,6 +169,31 @@ def test_consolidating_before_the_first_backward_works() -> None:
     run_ranks(2, _before_training)
 
 
+def _asked_before_training() -> None:
+    """As frameworks do when they are given an optimizer, without consolidating. From the first step on that is refused."""
+    for kind in KINDS[2:]:
+        ddp = DDP(Mlp(), bucket_cap_mb=0.004)
+        zero, plain = (_make(each, ddp, torch.optim.AdamW, fused=True) for each in (kind, "plain"))
+        assert _same(zero.state_dict(), plain.state_dict()), kind
+        zero.load_state_dict(zero.state_dict())
+        assert _same(zero.state_dict(), plain.state_dict()), kind
+        _train(ddp, zero, 1)
+        with pytest.raises(RuntimeError, match="call consolidate_state_dict"):
+            zero.state_dict()
+        whole = _whole_state(kind, zero)
+        loaded = _make(kind, DDP(Mlp(), bucket_cap_mb=0.004), torch.optim.AdamW, fused=True)
+        loaded.load_state_dict(whole)
+        with pytest.raises(RuntimeError, match="call consolidate_state_dict"):
+            loaded.state_dict()
+    with_state = _make("zerolap", ddp, torch.optim.Adagrad)  # a class that makes its state before the first step
+    with pytest.raises(RuntimeError, match="call consolidate_state_dict"):
+        with_state.state_dict()
+
+
+def test_before_the_first_step_a_state_dict_is_the_plain_optimizers() -> None:
+    run_ranks(2, _asked_before_training)
+
+
 class _Evil:
     def __reduce__(self) -> Any:
         return (exec, ("raise SystemExit('code from a peer was run')",))

@@ -70,6 +70,7 @@ class Handle:
 
     @property
     def is_attached(self) -> bool:
+        """Whether updates are still overlapped by this ``attach``."""
         return self._optimizer._engine is self._engine
 
     @property

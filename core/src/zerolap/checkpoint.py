@@ -43,6 +43,8 @@ from zerolap.reading import FORMAT, MANIFEST, CheckpointError, CheckpointReader,
 from zerolap.sharded import Described, FlatShards, compare, from_sharded, room_for
 from zerolap.states import copied
 
+__all__ = ["CheckpointError", "Loaded", "Saving", "async_save", "load", "save", "steps"]
+
 STATES = ("optimizer", "state")  # where they are in a checkpoint
 
 

@@ -85,6 +85,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._engine: Engine | None = None
         self._flats: list[tuple[GroupRank, FlatParams]] = []
         self._consolidated: dict[int, State] | None = None
+        self._is_untouched = True  # no rank has a state: none was made by a step, none loaded
 
         def construct() -> None:
             groups = _as_groups(params)
@@ -130,6 +131,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if self._overlap_with_ddp:
             return self._step_under_overlap(closure, kwargs)
         Join.notify_join_context(self)
+        self._is_untouched = False
         (local,) = self._book.locals
         local.take_options([options_of(group) for group in self.param_groups])
         optimizer = local.optimizer
@@ -184,14 +186,18 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return whole
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole state as last consolidated to this rank, in the form of the plain optimizer's."""
-        if self._consolidated is None:
+        """The whole state as last consolidated to this rank, in the form of the plain optimizer's.
+
+        Before the first step there is nothing to consolidate: frameworks that ask then get what the plain optimizer gives.
+        """
+        is_known = self._consolidated is not None or (self._is_untouched and not self._book.flat_states())
+        if not is_known:
             raise RuntimeError(
                 f"the optimizer state was not consolidated to this rank; call consolidate_state_dict(to={self.rank}) "
                 "on all ranks first"
             )
         packed = super().state_dict()
-        packed["state"] = {index: dict(state) for index, state in sorted(self._consolidated.items())}
+        packed["state"] = {index: dict(state) for index, state in sorted((self._consolidated or {}).items())}
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -212,6 +218,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             if state is not None
         }
         self._take([options_of(group) for group in self.param_groups], given)
+        self._is_untouched = not given
 
     def sharded_state_dict(self, model: nn.Module, *, make_room: bool = False) -> dict[str, Any]:
         """This rank's part of the state, by parameter name, for torch.distributed.checkpoint to save.
@@ -268,6 +275,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def _take(self, options: Sequence[Options], states: Mapping[Piece, State]) -> None:
         """Go on from these options and flat states; what has none starts anew."""
+        self._is_untouched = False
         for exposed, given in zip(self.param_groups, options, strict=True):
             exposed.update(copied(given))
         for local in self._book.locals:
@@ -325,19 +333,24 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """The engine, if gradients can still be changed between backward and step()."""
         from zerolap.native import NativeEngine
 
-        if not isinstance(self._engine, NativeEngine) or self._engine.schedule is not Schedule.ON_STEP:
+        engine = self._hooked_engine()
+        if not isinstance(engine, NativeEngine) or engine.schedule is not Schedule.ON_STEP:
             raise RuntimeError(
                 f"{purpose} cannot work with updates inside backward: they have used the gradients already; "
                 'use zerolap.attach(ddp, optimizer, schedule="on_step"), or overlap_with_ddp=False'
             )
-        return self._engine
+        return engine
 
-    def _step_under_overlap(self, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
+    def _hooked_engine(self) -> Engine:
         if self._engine is None:
             raise RuntimeError(
                 "overlap_with_ddp=True, but no hook was made for this optimizer; call zerolap.attach(ddp, optimizer), or "
                 "ddp.register_comm_hook(state, zerolap.hook_with_zero_step(hook, ddp, optimizer)), before training"
             )
+        return self._engine
+
+    def _step_under_overlap(self, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
+        engine = self._hooked_engine()
         if kwargs:
             raise TypeError(
                 f"step() takes no options under overlap, where updates happen in backward: {sorted(kwargs)}"
@@ -348,8 +361,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._engine.step_called()
-        if not self._engine.has_seen_buckets and any(param.grad is not None for param in self._all_params):
+        engine.step_called()
+        if not engine.has_seen_buckets and any(param.grad is not None for param in self._all_params):
             raise RuntimeError(
                 "there are gradients, but DDP has not called the hook made for this optimizer; "
                 "register it by ddp.register_comm_hook(state, hook)"
@@ -357,6 +370,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return loss
 
     def _on_update(self) -> None:
+        self._is_untouched = False
         self._opt_called = True  # LR schedulers warn if step() was not called; backward was this optimizer's step
 
     def _expose_options(self) -> None:
