@@ -17,6 +17,7 @@ import sys
 import time
 from dataclasses import asdict
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from zerolap.sizing import describe, workload_of
 
 
 def run_rank(given: argparse.Namespace) -> None:
+    began = time.perf_counter()
     rank = int(os.environ["RANK"])
     torch.set_num_threads(1)
     os.sched_setaffinity(0, {rank % (os.cpu_count() or 1)})  # as two hosts of one core each
@@ -61,29 +63,33 @@ def run_rank(given: argparse.Namespace) -> None:
             )
     seconds: dict[str, list[float]] = {name: [] for name in made}
     sent: dict[str, list[int]] = {name: [] for name in made}
-    for round_ in range(given.rounds + 1):  # the first is to warm up
+    has_time, round_ = torch.ones(1), 0  # the first round is to warm up
+    while has_time or round_ < 2:
         for name, entry in made.items():
             batches = [batch(step) for step in range(given.steps + 1)]
             entry.step(batches[0])
             dist.barrier()
             before = entry.handle.stats().sent_bytes if isinstance(entry, Zerolap) else 0
-            start = time.perf_counter()
+            moments = [time.perf_counter()]
             for each in batches[1:]:
                 entry.step(each)
-            taken = time.perf_counter() - start
+                moments.append(time.perf_counter())
             entry.finish()
             dist.barrier()
             if round_:
-                seconds[name].append(taken / given.steps)
+                seconds[name] += [end - start for start, end in pairwise(moments)]
                 after = entry.handle.stats().sent_bytes if isinstance(entry, Zerolap) else 0
                 sent[name].append((after - before) // given.steps)
             if rank == 0:
-                print(f"\rround {round_} of {given.rounds}: {name:30}", end="", file=sys.stderr, flush=True)
+                print(f"\rround {round_}: {name:30}", end="", file=sys.stderr, flush=True)
+        round_ += 1
+        passed = time.perf_counter() - began
+        has_time.fill_(passed * (round_ + 1) / round_ < given.seconds)
+        dist.broadcast(has_time, src=0)
     mine = {
         "measured": asdict(measured),
         "calibration_seconds": calibration_seconds,
-        "seconds": {name: statistics.median(taken) for name, taken in seconds.items()},
-        "all_seconds": seconds,
+        "seconds": seconds,
         "sent": {name: counts[-1] for name, counts in sent.items()},
         "state_bytes": {name: e.handle.stats().state_bytes for name, e in made.items() if isinstance(e, Zerolap)},
     }
@@ -145,12 +151,14 @@ def report(model: str, ranks: list[dict[str, Any]]) -> str:
     raw = ranks[0]["measured"]
     measured = Measured(**{key: _as_tuple(value) for key, value in raw.items()})
     lines = [
-        "| way | s/step | forecast | error | exposed s | forecast | bytes as forecast | state as forecast |",
+        "| way | s/step (quartiles) | forecast | error | exposed s | forecast | bytes as forecast | state as forecast |",
         "|---|---|---|---|---|---|---|---|",
     ]
     errors = []
     for each in predict(model, measured):
-        seconds = max(rank["seconds"][each.name] for rank in ranks)
+        low, seconds, high = statistics.quantiles(
+            [max(steps) for steps in zip(*(rank["seconds"][each.name] for rank in ranks), strict=True)], n=4
+        )
         exposed = max(0.0, seconds - each.compute_seconds)
         error = each.step_seconds / seconds - 1
         errors.append(abs(error))
@@ -161,12 +169,13 @@ def report(model: str, ranks: list[dict[str, Any]]) -> str:
                 str(ranks[0]["state_bytes"][each.name] == each.memory.state + each.memory.masters),
             ]
         lines.append(
-            f"| {each.name} | {seconds:.3f} | {each.step_seconds:.3f} | {100 * error:+.1f} % | {exposed:.3f} "
+            f"| {each.name} | {seconds:.3f} ({low:.3f}-{high:.3f}) | {each.step_seconds:.3f} | {100 * error:+.1f} % | {exposed:.3f} "
             f"| {each.exposed_seconds:.3f} | {same[0]} | {same[1]} |"
         )
     lines.append("")
     lines.append(f"largest error of a step {100 * max(errors):.1f} %, mean {100 * statistics.mean(errors):.1f} %; ")
-    lines[-1] += f"the measurement took {ranks[0]['calibration_seconds']:.1f} s"
+    lines[-1] += f"the measurement took {ranks[0]['calibration_seconds']:.1f} s, "
+    lines[-1] += f"{len(ranks[0]['seconds']['DDP'])} steps of each were timed"
     return "\n".join(lines) + "\n"
 
 
@@ -180,8 +189,8 @@ def main() -> None:
     parser.add_argument("--network", default="loopback", help="loopback, or Mbit/s, as in 1000 or 200+5ms (needs root)")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--cap", type=float, default=5, help="MB a bucket")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=5, help="timed, per visit")
+    parser.add_argument("--seconds", type=float, default=120, help="for all of it, but one round at least")
+    parser.add_argument("--steps", type=int, default=3, help="timed, per visit")
     parser.add_argument("--out", type=Path, default=Path("benchmark-results"))
     parser.add_argument("--again", type=Path, help="forecast again from what an earlier run has written")
     given = parser.parse_args()
@@ -190,7 +199,9 @@ def main() -> None:
         return
     ranks = json.loads(given.again.read_text()) if given.again else run(given)
     print(file=sys.stderr)
-    print(f"{given.model}, batch {given.batch}, 2 ranks, network {given.network}, {given.rounds} rounds of {given.steps} steps\n")
+    print(
+        f"{given.model}, batch {given.batch}, 2 ranks, network {given.network}, {given.rounds} rounds of {given.steps} steps\n"
+    )
     print(report(given.model, ranks))
 
 

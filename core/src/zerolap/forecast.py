@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from math import isqrt
+from typing import NamedTuple
 
 from zerolap.clock import Clock, Flag, Queue, Thread
 from zerolap.machine import Action, Agreement, Gather, Machine, Schedule, Verb
@@ -20,6 +21,8 @@ from zerolap.workload import Memory, Traffic, Workload, plain_memory, sent_bytes
 _MAX_STEPS = 12  # until each takes as long as the one before
 _SAME = 1e-6
 _DDP_WIDTH = 2  # all-reduces under way at once in DDP's own group
+_AS_GOOD = 0.02  # nearer than forecasts can tell
+_IS_BUSY = 0.9
 _NO_TIME = frozenset({Verb.RECORD, Verb.PLAN, Verb.MIGRATE, Verb.FINISH})  # or only once
 
 
@@ -165,6 +168,41 @@ def forecast_all(workload: Workload, *, world_size: int, link: Link, compute: Co
             for schedule, gather in ways
         ),
     ]
+
+
+class Advice(NamedTuple):
+    """What to use, and why, in a line."""
+
+    best: Forecast
+    why: str
+
+
+def recommend(forecasts: Sequence[Forecast], *, changes_gradients: bool = False) -> Advice:
+    """The fastest way; of those that are as good as that, the one that asks least of a model: the eager one, the earlier listed.
+
+    If gradients are clipped, unscaled or skipped before an update, only ``on_step`` will do.
+    """
+    ways = [each for each in forecasts if each.schedule is (Schedule.ON_STEP if changes_gradients else each.schedule)]
+    ways = [each for each in ways if each.schedule is not None]
+    if not ways:
+        raise ValueError("there is nothing to choose from")
+    fastest = min(each.step_seconds for each in ways)
+    good = [each for each in ways if each.step_seconds <= fastest * (1 + _AS_GOOD)]
+    best = min(good, key=lambda each: each.gather is Gather.LAZY)
+    if best.exposed_seconds <= _AS_GOOD * best.step_seconds:
+        why = "communication is hidden behind computing"
+    elif best.wire_seconds >= _IS_BUSY * best.step_seconds:
+        why = f"the wire is the limit: it is busy {100 * best.wire_seconds / best.step_seconds:.0f} % of the step"
+    else:
+        why = f"{best.exposed_seconds:.3g} s of communication are not hidden, and no other way hides more"
+    others = [each for each in ways if each not in good]
+    if others:
+        slowest = max(others, key=lambda each: each.step_seconds)
+        slower = 100 * (slowest.step_seconds / best.step_seconds - 1)
+        why += f"; the slowest, {slowest.name}, takes {slower:.0f} % longer"
+    else:
+        why += "; all others are as fast"
+    return Advice(best, why)
 
 
 class _Rank:

@@ -17,7 +17,14 @@ from zerolap.native import Precision
 from zerolap.plan import Layout, Slot
 from zerolap.workload import FIRST_BUCKET_BYTES, MB, Param, Workload, bucketize
 
-_PRIMES = (11, 13, 17, 19, 23, 29)  # a tiny tensor's shape: which of its sizes a state's size comes from is plain to see
+_PRIMES = (
+    11,
+    13,
+    17,
+    19,
+    23,
+    29,
+)  # a tiny tensor's shape: which of its sizes a state's size comes from is plain to see
 
 
 class Described(NamedTuple):
@@ -30,9 +37,7 @@ class Described(NamedTuple):
 
 def describe(module: nn.Module) -> list[Described]:
     """The parameters that are trained, in order. Tables that are only looked up in take no computing."""
-    looked_up = {
-        child.weight for child in module.modules() if isinstance(child, nn.Embedding | nn.EmbeddingBag)
-    }
+    looked_up = {child.weight for child in module.modules() if isinstance(child, nn.Embedding | nn.EmbeddingBag)}
     return [
         Described(tuple(param.shape), param.dtype, 0.0 if param in looked_up else float(param.numel()))
         for param in module.parameters()
@@ -118,7 +123,7 @@ def _state_size(
     param = nn.Parameter(torch.zeros(shape, dtype=dtype))
     param.grad = torch.zeros_like(param)
     try:
-        optimizer = optimizer_class([param], **options)  # type: ignore[call-arg]  # the base class takes none
+        optimizer = optimizer_class([param], **options)
         optimizer.step()
     except Exception as error:
         raise ValueError(

@@ -214,7 +214,9 @@ def _shares_of_whole(planned: EqualRanges, slots: Sequence[Slot], world_size: in
     start, total = 0, sum(slot.numel for slot in slots)
     for slot in slots:
         if slot.numel:
-            owner = (2 * start + slot.numel) * world_size // (2 * total)  # whose range its middle lies in, or a neighbour
+            owner = (
+                (2 * start + slot.numel) * world_size // (2 * total)
+            )  # whose range its middle lies in, or a neighbour
             while owner >= world_size or planned.end(owner) > start:
                 owner -= 1
             while planned.end(owner + 1) <= start:
