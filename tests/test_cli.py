@@ -14,9 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
+from typer.testing import CliRunner
 
 import zerolap
 from training import Mlp, batches, iterate
+from zerolap_cli.app import app
 from zerolap_cli.skeleton import write
 from zerolap_conformance.ranks import run_ranks
 
@@ -87,6 +89,129 @@ def test_a_new_adapter_works_once_its_names_are_right(tmp_path: Path, monkeypatc
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "src"))
     run = _zerolap("conformance", "--adapter", "zerolap_mine:MineAdapter", "--tier", "1", folder=tmp_path)
     assert run.returncode == 0, run.stdout
+
+
+LINK = ("--bandwidth", "100Gbit", "--latency", "10us")
+TIMES = ("--forward", "0.12", "--backward", "240ms")
+MODEL = """
+import torch
+from torch import nn
+
+def make():
+    return nn.Sequential(nn.Embedding(50, 64), *(nn.Linear(64, 64) for _ in range(6)))
+
+def batch():
+    return torch.arange(8)
+
+def nothing():
+    return 3
+"""
+
+
+def test_plan_forecasts_every_way_and_recommends_one(tmp_path: Path) -> None:
+    run = _zerolap("plan", "--params", "7e9", "--world-size", "64", *LINK, *TIMES, "--exchange", "ring")
+    assert run.returncode == 0, run.stderr
+    assert "on 64 ranks" in run.stdout
+    for way in ("DDP", "interleaved, eager", "after_backward, lazy", "on_step, lazy"):
+        assert re.search(rf"{way} +\d", run.stdout), run.stdout
+    assert re.search(r'schedule="\w+", gather="\w+": ', run.stdout)
+    options = ("--param-dtype", "bfloat16", "--master-weights", "--clip", "--json")
+    run = _zerolap(
+        "plan", "--params", "7e9", "--world-size", "64", *LINK, "--flops", "150T", "--tokens", "4096", *options
+    )
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout)
+    assert found["recommended"]["schedule"] == "on_step"
+    num_params, num_ranks = found["num_params"], 64
+    assert abs(num_params / 7e9 - 1) < 0.01
+    held = {way["schedule"]: way["memory_bytes"] for way in found["ways"]}
+    assert abs(held["on_step"]["state"] / (8 * num_params / num_ranks) - 1) < 0.01
+    assert abs(held["on_step"]["masters"] / (4 * num_params / num_ranks) - 1) < 0.01
+    assert held[None]["state"] > 8 * num_params, "step counts, too"
+    assert held[None]["masters"] == 4 * num_params
+    assert abs(found["ways"][1]["sent_bytes"] / (2 * 2 * num_params * 63 / 64) - 1) < 0.01
+
+
+def test_plan_takes_a_model_or_shapes(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MODEL)
+    shapes = {
+        "table": [50, 64],
+        **{f"{i}.{kind}": size for i in range(6) for kind, size in (("w", [64, 64]), ("b", [64]))},
+    }
+    (tmp_path / "shapes.json").write_text(json.dumps(shapes))
+    (tmp_path / "list.json").write_text(json.dumps(list(shapes.values())))
+    found = []
+    for source in (("--model", "mine:make"), ("--shapes", "shapes.json"), ("--shapes", "list.json")):
+        options = (
+            "--optimizer",
+            "SGD",
+            "--optimizer-options",
+            '{"momentum": 0.9}',
+            "--bucket-cap-mb",
+            "0.02",
+            "--json",
+        )
+        run = _zerolap("plan", *source, "--world-size", "4", *LINK, *TIMES, *options, folder=tmp_path)
+        assert run.returncode == 0, run.stderr
+        found.append(json.loads(run.stdout))
+    assert found[0]["num_params"] == 50 * 64 + 6 * (64 * 64 + 64)
+    assert found[0]["num_buckets"] > 3
+    of_model, *of_shapes = ([way["memory_bytes"] for way in each["ways"]] for each in found)
+    assert of_shapes == [of_model, of_model]
+
+
+def test_plan_measures_the_model_on_ranks_of_this_machine(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MODEL)
+    options = ("--calibrate", "--batch", "mine:batch", "--world-size", "16", "--bandwidth", "1Gbit", "--json")
+    run = _zerolap("plan", "--model", "mine:make", *options, folder=tmp_path)
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout)
+    assert found["link"]["bytes_per_second"] == 125e6, "what is given goes before what was measured"
+    assert found["link"]["latency"] > 0
+    assert 0 < found["compute"]["forward"] < 10
+    assert found["compute"]["host_seconds_per_bucket"] > 0
+    broken = _zerolap(
+        "plan", "--model", "mine:make", "--calibrate", "--batch", "mine:nothing", *options[3:], folder=tmp_path
+    )
+    assert broken.returncode == 1
+    assert "measuring failed" in broken.stderr
+    assert "TypeError" in broken.stderr
+
+
+def test_plan_says_what_is_missing_or_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "mine.py").write_text(MODEL)
+    (tmp_path / "bad.json").write_text('["x"]')
+    some = ("--params", "1e6", *LINK, *TIMES)
+    for arguments, words in (
+        ((*LINK, *TIMES), "one of --model MODULE:CALLABLE, --shapes FILE or --params NUMBER"),
+        (("--params", "1e6", *TIMES), "give the link by --bandwidth"),
+        (("--params", "1e6", *LINK), "--forward and --backward"),
+        (("--params", "1e6", *LINK, "--forward", "1"), "--forward and --backward"),
+        (("--params", "5", *LINK, *TIMES), "from 10000 on"),
+        (("--shapes", "bad.json", *LINK, *TIMES), "a JSON list of shapes"),
+        (("--shapes", "gone.json", *LINK, *TIMES), "No such file"),
+        (("--model", "mine", *LINK, *TIMES), "is MODULE:CALLABLE"),
+        (("--model", "gone:make", *LINK, *TIMES), "No module named 'gone'"),
+        (("--model", "mine:gone", *LINK, *TIMES), "no callable 'gone'"),
+        (("--model", "mine:nothing", *LINK, *TIMES), "not a torch.nn.Module"),
+        ((*some, "--latency", "fast"), "a time is like"),
+        ((*some, "--bandwidth", "-3Gbit"), "more than nothing"),
+        ((*some, "--optimizer", "Gone"), "a class of torch.optim"),
+        ((*some, "--optimizer", "LBFGS", "--optimizer-options", "[]"), "a JSON object"),
+        ((*some, "--optimizer", "SGD", "--optimizer-options", '{"lr": -1}'), "cannot step a parameter"),
+        ((*some, "--param-dtype", "int8"), "floating-point"),
+        ((*some, "--gather-dtype", "bfloat16"), "add --master-weights"),
+        ((*some, "--exchange", "tree"), "staged or ring"),
+        ((*some, "--calibrate"), "--calibrate needs --model and --batch"),
+    ):
+        run = CliRunner().invoke(app, ["plan", "--world-size", "2", *arguments])  # a process each would take a minute
+        assert run.exit_code == 2, (arguments, run.output)
+        assert words in run.stderr, (arguments, run.stderr)
+    run = _zerolap("plan", "--world-size", "2", folder=tmp_path)
+    assert run.returncode == 2
+    assert "say what is trained" in run.stderr
 
 
 def _save(folder: str) -> None:

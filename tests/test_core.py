@@ -25,8 +25,8 @@ def test_core_names_no_backend_and_no_device() -> None:
     assert not found, found
 
 
-def test_machine_and_plan_need_no_torch() -> None:
-    for name in ("machine", "plan"):
+def test_what_decides_and_what_forecasts_needs_no_torch() -> None:
+    for name in ("machine", "plan", "workload", "clock", "forecast"):
         source = (Path(zerolap.__file__).parent / f"{name}.py").read_text()
         assert not re.search(r"^(import|from) torch", source, re.MULTILINE)
 

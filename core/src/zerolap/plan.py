@@ -94,7 +94,7 @@ class EqualRanges:
         return tuple(Segment(rank, pieces) for rank in ranks if (pieces := self.owned_by(rank)))
 
     def owned_by(self, rank: GroupRank) -> tuple[Piece, ...]:
-        first, last = self._end(rank), self._end(rank + 1)
+        first, last = self.end(rank), self.end(rank + 1)
         pieces = []
         for place in range(bisect_right(self._starts, first) - 1, len(self._slots)):
             start, (param, numel) = self._starts[place], self._slots[place]
@@ -108,9 +108,9 @@ class EqualRanges:
 
     def bounds(self) -> list[int]:
         """Where the ranges begin, in elements of the bucket, and where the last one ends."""
-        return [self._end(rank) for rank in range(self._world_size + 1)]
+        return [self.end(rank) for rank in range(self._world_size + 1)]
 
-    def _end(self, num_ranks: int) -> int:
+    def end(self, num_ranks: int) -> int:
         """Where the first ``num_ranks`` ranges end."""
         total = self._starts[-1]
         ideal = num_ranks * total // self._world_size

@@ -103,6 +103,100 @@ def conformance(
 
 
 @app.command()
+def plan(
+    world_size: Annotated[int, typer.Option(min=1, help="Ranks.")],
+    model: Annotated[
+        str | None, typer.Option(help="MODULE:CALLABLE that makes the model; no memory is taken for it.")
+    ] = None,
+    shapes: Annotated[Path | None, typer.Option(help="A JSON list of the parameters' shapes, in their order.")] = None,
+    params: Annotated[float | None, typer.Option(help="So many parameters, in a decoder's typical layers.")] = None,
+    bandwidth: Annotated[str | None, typer.Option(help="Of a rank's link, each way, for example 100Gbit.")] = None,
+    latency: Annotated[str | None, typer.Option(help="Of an exchange of nothing, for example 10us.")] = None,
+    exchange: Annotated[
+        str, typer.Option(help="staged, as the CPU adapter does it, or ring, as collective libraries do.")
+    ] = "staged",
+    forward: Annotated[str | None, typer.Option(help="Time of forward, for example 0.12 or 120ms.")] = None,
+    backward: Annotated[str | None, typer.Option(help="Time of backward.")] = None,
+    flops: Annotated[str | None, typer.Option(help="Instead: operations a second reached, for example 150T.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="With --flops: tokens of a rank in a step.")] = None,
+    optimizer: Annotated[str, typer.Option(help="A class of torch.optim, or MODULE:CLASS.")] = "AdamW",
+    optimizer_options: Annotated[str, typer.Option(help="Its options, as a JSON object.")] = "{}",
+    param_dtype: Annotated[str | None, typer.Option(help="The parameters' dtype, if not the model's own.")] = None,
+    master_weights: Annotated[bool, typer.Option("--master-weights", help="As in attach.")] = False,
+    reduce_dtype: Annotated[str | None, typer.Option(help="As in attach.")] = None,
+    gather_dtype: Annotated[str | None, typer.Option(help="As in attach.")] = None,
+    bucket_cap_mb: Annotated[
+        float | None, typer.Option(min=0, help="As in DDP; 25, the first 1, if not given.")
+    ] = None,
+    step_ns: Annotated[float | None, typer.Option(min=0, help="Time of the update of an element; 0.05.")] = None,
+    host_us: Annotated[float | None, typer.Option(min=0, help="Host time a bucket takes; 0.")] = None,
+    cpu_ns_per_byte: Annotated[
+        float | None, typer.Option(min=0, help="CPU time a byte takes where the CPU computes, too; 0.")
+    ] = None,
+    cores: Annotated[float | None, typer.Option(min=0.1, help="Cores of a rank that share all this; 1.")] = None,
+    changes_gradients: Annotated[
+        bool, typer.Option("--clip", help="Gradients are clipped, unscaled or skipped before the update.")
+    ] = False,
+    calibrates: Annotated[
+        bool, typer.Option("--calibrate", help="Measure the model on two ranks of this CPU first.")
+    ] = False,
+    batch: Annotated[
+        str | None, typer.Option(help="With --calibrate: MODULE:CALLABLE that makes the model's arguments.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Forecast time, bytes and memory of a step for every schedule and gather, on machines that are not here.
+
+    The code that decides in training decides here, too, in simulated time. What is given replaces what --calibrate measures.
+    Exit code 2 if something is missing or cannot be, 1 if measuring failed.
+    """
+    need("torch")
+    from zerolap.forecast import Pattern
+    from zerolap_cli import plan as planning
+    from zerolap_cli.given import Wanted
+
+    try:
+        if exchange not in (pattern.value for pattern in Pattern):
+            raise ValueError(f"--exchange is staged or ring, got {exchange!r}")
+        wanted = Wanted(
+            model=model,
+            shapes=shapes,
+            num_params=params,
+            world_size=world_size,
+            bandwidth=bandwidth,
+            latency=latency,
+            exchange=Pattern(exchange),
+            forward=forward,
+            backward=backward,
+            flops=flops,
+            tokens=tokens,
+            optimizer=optimizer,
+            optimizer_options=optimizer_options,
+            param_dtype=param_dtype,
+            master_weights=master_weights,
+            reduce_dtype=reduce_dtype,
+            gather_dtype=gather_dtype,
+            bucket_cap_mb=bucket_cap_mb,
+            step_ns=step_ns,
+            host_us=host_us,
+            cpu_ns_per_byte=cpu_ns_per_byte,
+            cores=cores,
+            changes_gradients=changes_gradients,
+            calibrates=calibrates,
+            batch=batch,
+        )
+        planned = planning.plan(wanted, say=err.print)
+    except ValueError as error:
+        raise fail(str(error), code=2) from error
+    except RuntimeError as error:
+        raise fail(f"measuring failed: {error}") from error
+    if as_json:
+        typer.echo(json.dumps(planning.to_json(planned), indent=1))
+    else:
+        planning.show(planned, out)
+
+
+@app.command()
 def new_adapter(
     name: Annotated[str, typer.Argument(help="A short name in lower case, for example acme.")],
     device_type: Annotated[str | None, typer.Option(help="As in torch.device(...); the name if not given.")] = None,

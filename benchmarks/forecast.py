@@ -1,0 +1,209 @@
+"""Train for real in every schedule, forecast each of them from a short measurement, and compare.
+
+    python benchmarks/forecast.py --model lm27 --network 1000 --out results
+
+The measurement is ``zerolap.calibration.measure``: it runs none of the schedules. Step time and exposed time (what is beyond
+forward, backward and update alone) are then forecast for each, and for DDP; errors are relative to what was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from datetime import timedelta
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from entries import ADAMW, MODELS, Entry, Plain, Zerolap
+from network import open_network
+
+from zerolap.calibration import Measured, calibrate, measure
+from zerolap.forecast import Forecast, forecast_all
+from zerolap.machine import Gather, Schedule
+from zerolap.sizing import describe, workload_of
+
+
+def run_rank(given: argparse.Namespace) -> None:
+    began = time.perf_counter()
+    rank = int(os.environ["RANK"])
+    torch.set_num_threads(1)
+    os.sched_setaffinity(0, {rank % (os.cpu_count() or 1)})  # as two hosts of one core each
+    dist.init_process_group("gloo", timeout=timedelta(seconds=300))
+    source = MODELS[given.model]()
+
+    def batch(number: int) -> Any:
+        return source.batch(given.batch, torch.Generator().manual_seed(10 * number + rank))
+
+    started = time.perf_counter()
+    measured = measure(
+        MODELS[given.model](),
+        lambda ddp: ddp(batch(0)),
+        optimizer_class=torch.optim.AdamW,
+        optimizer_options=ADAMW,
+        bucket_cap_mb=given.cap,
+    )
+    calibration_seconds = time.perf_counter() - started
+    made: dict[str, Entry] = {"DDP": Plain(MODELS[given.model](), cap=given.cap, fused=True, as_view=True)}
+    for schedule in Schedule:
+        for gather in Gather:
+            made[f"{schedule.value}, {gather.value}"] = Zerolap(
+                MODELS[given.model](), cap=given.cap, schedule=schedule.value, gather=gather.value
+            )
+    seconds: dict[str, list[float]] = {name: [] for name in made}
+    sent: dict[str, list[int]] = {name: [] for name in made}
+    has_time, round_ = torch.ones(1), 0  # the first round is to warm up
+    while has_time or round_ < 2:
+        for name, entry in made.items():
+            batches = [batch(step) for step in range(given.steps + 1)]
+            entry.step(batches[0])
+            dist.barrier()
+            before = entry.handle.stats().sent_bytes if isinstance(entry, Zerolap) else 0
+            moments = [time.perf_counter()]
+            for each in batches[1:]:
+                entry.step(each)
+                moments.append(time.perf_counter())
+            entry.finish()
+            dist.barrier()
+            if round_:
+                seconds[name] += [end - start for start, end in pairwise(moments)]
+                after = entry.handle.stats().sent_bytes if isinstance(entry, Zerolap) else 0
+                sent[name].append((after - before) // given.steps)
+            if rank == 0:
+                print(f"\rround {round_}: {name:30}", end="", file=sys.stderr, flush=True)
+        round_ += 1
+        passed = time.perf_counter() - began
+        has_time.fill_(passed * (round_ + 1) / round_ < given.seconds)
+        dist.broadcast(has_time, src=0)
+    mine = {
+        "measured": asdict(measured),
+        "calibration_seconds": calibration_seconds,
+        "seconds": seconds,
+        "sent": {name: counts[-1] for name, counts in sent.items()},
+        "state_bytes": {name: e.handle.stats().state_bytes for name, e in made.items() if isinstance(e, Zerolap)},
+    }
+    everything: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everything, mine)
+    if rank == 0:
+        Path(os.environ["RESULT"]).write_text(json.dumps(everything))
+    dist.destroy_process_group()
+
+
+def run(given: argparse.Namespace) -> list[dict[str, Any]]:
+    """Start the ranks and bring home what they found."""
+    with open_network(given.network, 2) as network:
+        given.out.mkdir(parents=True, exist_ok=True)
+        result = given.out / f"forecast-{given.model}-{given.network}.json"
+        ranks = []
+        for rank in range(2):
+            environment = {
+                **os.environ,
+                "RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "MASTER_ADDR": network.address,
+                "MASTER_PORT": str(20_000 + os.getpid() % 20_000),
+                "GLOO_SOCKET_IFNAME": network.interfaces[rank],
+                "OMP_NUM_THREADS": "1",
+                "RESULT": str(result),
+            }
+            ranks.append(subprocess.Popen(network.command(rank, Path(__file__), *sys.argv[1:]), env=environment))
+        try:
+            codes = [rank.wait(timeout=1200) for rank in ranks]
+        finally:
+            for process in ranks:
+                process.kill()
+        if any(codes):
+            sys.exit(f"ranks ended with {codes}")
+        found: list[dict[str, Any]] = json.loads(result.read_text())
+        return found
+
+
+def predict(model: str, measured: Measured) -> list[Forecast]:
+    link, compute = calibrate(measured)
+    print(
+        f"calibrated: {8e-6 * link.bytes_per_second:.0f} Mbit/s, latency {1e3 * link.latency:.2f} ms, forward "
+        f"{1e3 * compute.forward:.0f} ms, backward {1e3 * compute.backward:.0f} ms, update "
+        f"{1e9 * compute.step_seconds_per_element:.2f} ns an element, {1e6 * compute.host_seconds_per_bucket:.0f} us a bucket, "
+        f"{1e9 * compute.cpu_seconds_per_byte:.2f} ns of CPU a byte"
+    )
+    workload = workload_of(
+        describe(MODELS[model]()),
+        optimizer_class=torch.optim.AdamW,
+        optimizer_options=ADAMW,
+        exact_cut=64,
+        measured=measured,
+    )
+    return forecast_all(workload, world_size=2, link=link, compute=compute)
+
+
+def report(model: str, ranks: list[dict[str, Any]]) -> str:
+    raw = ranks[0]["measured"]
+    measured = Measured(**{key: _as_tuple(value) for key, value in raw.items()})
+    lines = [
+        "| way | s/step (quartiles) | forecast | error | exposed s | forecast | bytes as forecast | state as forecast |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    errors = []
+    for each in predict(model, measured):
+        low, seconds, high = statistics.quantiles(
+            [max(steps) for steps in zip(*(rank["seconds"][each.name] for rank in ranks), strict=True)], n=4
+        )
+        exposed = max(0.0, seconds - each.compute_seconds)
+        error = each.step_seconds / seconds - 1
+        errors.append(abs(error))
+        same = ["", ""]
+        if each.schedule is not None:
+            same = [
+                str(ranks[0]["sent"][each.name] == each.sent_bytes),
+                str(ranks[0]["state_bytes"][each.name] == each.memory.state + each.memory.masters),
+            ]
+        lines.append(
+            f"| {each.name} | {seconds:.3f} ({low:.3f}-{high:.3f}) | {each.step_seconds:.3f} | {100 * error:+.1f} % | {exposed:.3f} "
+            f"| {each.exposed_seconds:.3f} | {same[0]} | {same[1]} |"
+        )
+    lines.append("")
+    lines.append(f"largest error of a step {100 * max(errors):.1f} %, mean {100 * statistics.mean(errors):.1f} %; ")
+    lines[-1] += f"the measurement took {ranks[0]['calibration_seconds']:.1f} s, "
+    lines[-1] += f"{len(ranks[0]['seconds']['DDP'])} steps of each were timed"
+    return "\n".join(lines) + "\n"
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(_as_tuple(each) for each in value) if isinstance(value, list) else value
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=list(MODELS), default="lm5")
+    parser.add_argument("--network", default="loopback", help="loopback, or Mbit/s, as in 1000 or 200+5ms (needs root)")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--cap", type=float, default=5, help="MB a bucket")
+    parser.add_argument("--seconds", type=float, default=120, help="for all of it, but one round at least")
+    parser.add_argument("--steps", type=int, default=3, help="timed, per visit")
+    parser.add_argument("--out", type=Path, default=Path("benchmark-results"))
+    parser.add_argument("--again", type=Path, help="forecast again from what an earlier run has written")
+    given = parser.parse_args()
+    if "RESULT" in os.environ:
+        run_rank(given)
+        return
+    ranks = json.loads(given.again.read_text()) if given.again else run(given)
+    print(file=sys.stderr)
+    print(
+        f"{given.model}, batch {given.batch}, 2 ranks, network {given.network}, {given.rounds} rounds of {given.steps} steps\n"
+    )
+    print(report(given.model, ranks))
+
+
+if __name__ == "__main__":
+    main()
