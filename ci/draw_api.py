@@ -101,7 +101,7 @@ def page(since: dict[str, str]) -> tuple[str, set[str]]:
             parts.append(f"\n### `{name}`, since {version_of(name)}\n\n")
             function = None if name in GIVEN else _signed(value)
             if function is not None:
-                parts.append(f"```python\n{name}{_signature(function, is_wide=True)}\n```\n\n")
+                parts.append(f"```text\n{name}{_signature(function, is_wide=True)}\n```\n\n")
             parts.append(f"{_what(value)}\n")
             rows = [
                 f"| `{name}.{member}{shown}` | {what} | {version_of(f'{name}.{member}')} |\n"
