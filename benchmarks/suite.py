@@ -34,7 +34,7 @@ MAIN = (
 )
 BATCHES_AND_NETWORKS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "27M LM, 1 Gbit/s, the wire dominates": (
-        ["--model", "lm27", "--network", "1000", "--batch", "1", "--rounds", "3"],
+        ["--model", "lm27", "--network", "1000", "--batch", "1", "--rounds", "2"],
         ALL,
     ),
     "27M LM, 1 Gbit/s, wire and compute about equal": (
@@ -42,8 +42,8 @@ BATCHES_AND_NETWORKS: dict[str, tuple[list[str], tuple[str, ...]]] = {
         MAIN,
     ),
     "27M LM, loopback": (
-        ["--model", "lm27", "--network", "loopback", "--batch", "1", "--rounds", "7", "--memory"],
-        ALL,
+        ["--model", "lm27", "--network", "loopback", "--batch", "1", "--rounds", "4"],
+        MAIN,
     ),
     "5M LM, 100 Mbit/s": (
         ["--model", "lm5", "--network", "100", "--batch", "1", "--rounds", "3"],

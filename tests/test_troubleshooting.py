@@ -20,6 +20,8 @@ WORDLESS = {
     "core/src/zerolap/engine.py: …, …: …: …": "…, …: …: …",
     "core/src/zerolap/engine.py: …: …: …": "…, …: …: …",
     "core/src/zerolap/engine.py: …": None,
+    "core/src/zerolap_cli/given.py: text": None,  # caught there, and said in words
+    "core/src/zerolap_cli/plan.py: str(error).strip().splitlines()[-1]": None,  # what a rank has said
 }
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from zerolap.clock import Clock, Flag, Queue, Thread
 from zerolap.machine import Action, Agreement, Gather, Machine, Schedule, Verb
-from zerolap.plan import GroupRank
+from zerolap.plan import GroupRank, early_buckets
 from zerolap.workload import Memory, Traffic, Workload, plain_memory, sent_bytes, sharded_memory, traffic_of
 
 _MAX_STEPS = 12  # until each takes as long as the one before
@@ -122,7 +122,7 @@ def forecast(
     for index in range(len(traffic)):  # the first backward, in which the layout is learnt
         machine.bucket_ready(index, is_last=index == len(traffic) - 1, is_known=False)
     if traffic:
-        machine.layout_seen(is_changed=True)
+        machine.layout_seen(is_changed=True, early=early_buckets([bucket.numel for bucket in traffic]))
     machine.step_called()
     rank.clock.start(rank.lane())
     seconds, wire_seconds = rank.settle(rank.training(machine))
