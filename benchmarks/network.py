@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -53,6 +54,7 @@ def open_network(name: str, num_ranks: int) -> Iterator[Network]:
         )
     if num_ranks != 2:
         sys.exit("two hosts are one rank each: use --ranks 2, or the loopback network")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is made here is taken down then, too
     rate, _, delay = name.partition("+")
     tag = f"zb{os.getpid() % 100_000}"  # names of our own, so that nobody else's namespaces are touched
     hosts = [(f"{tag}{side}", f"{tag}v{side}", f"10.231.11.{i}") for i, side in enumerate("ab", 1)]
