@@ -33,7 +33,7 @@ def test_the_page_has_every_public_name_with_its_parameters_and_is_current(draw_
     assert sorted(re.findall(r"^### `([\w.]+)`", written, re.MULTILINE)) == sorted(names)
     # As Python sees it, not as the page was made.
     for name in (name for name in names if inspect.isfunction(getattr(zerolap, name, None))):
-        (shown,) = re.findall(rf"^```python\n{name}(\(.*?)\n```", written, re.MULTILINE | re.DOTALL)
+        (shown,) = re.findall(rf"^```text\n{name}(\(.*?)\n```", written, re.MULTILINE | re.DOTALL)
         for parameter in inspect.signature(getattr(zerolap, name)).parameters:
             assert re.search(rf"\b{parameter}: ", shown), f"{name} has {parameter}, the page has {shown}"
 
@@ -49,7 +49,7 @@ def test_a_page_goes_stale_with_a_parameter_and_versions_stay(
     assert draw_api.page(draw_api.since_of(written)) == (written, set())
     monkeypatch.setattr(zerolap, "attach", _attach)
     fresh, _ = draw_api.page(draw_api.since_of(written))
-    assert "### `attach`, since 0.0.7\n\n```python\nattach(ddp: object, *, speed: int=3) -> None\n```" in fresh
+    assert "### `attach`, since 0.0.7\n\n```text\nattach(ddp: object, *, speed: int=3) -> None\n```" in fresh
 
 
 def test_a_name_that_goes_is_noticed(draw_api: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
