@@ -63,8 +63,11 @@ def try_out(dist: Path, folder: Path) -> None:
     for example in ("quickstart.py", "elastic.py"):
         shutil.copy2(ROOT / "examples" / example, folder)
     print(run("torchrun --standalone --nproc-per-node 2 quickstart.py").strip())
+    elastic = "torchrun --standalone --nproc-per-node {} elastic.py --folder run --steps {} --save-every 2"
+    assert "pip install numpy" in run(elastic.format(2, 4) + " 2>&1", codes=(1,))
+    run("pip install --quiet numpy")
     for steps, ranks in ((4, 2), (6, 1)):  # saved by two, continued by one
-        run(f"torchrun --standalone --nproc-per-node {ranks} elastic.py --folder run --steps {steps} --save-every 2")
+        run(elastic.format(ranks, steps))
     assert json.loads(run("zerolap checkpoint inspect run --json"))["step"] == 6
     assert "conforms" in run("zerolap conformance --adapter cpu_gloo --tier 0")
     run("zerolap bench", codes=(2,))  # says where to get it

@@ -188,6 +188,8 @@ def _state_of(
     if path_of(folder, step).exists() and not overwrite:
         raise FileExistsError(f"{path_of(folder, step)} is there already; give overwrite=True to replace it")
     rank, size = optimizer.rank, optimizer.world_size
+    if size > 1:
+        _refuse_without_numpy()
     module = _module_of(model)
     whole = module.state_dict()
     params = {name for name, _ in module.named_parameters(remove_duplicate=False)}
@@ -203,6 +205,16 @@ def _state_of(
     if rank == 0:
         state["extra"] = pack(extra)
     return state
+
+
+def _refuse_without_numpy() -> None:
+    """torch does not bring NumPy, but sends objects by it: DCP would fail on one rank, and leave the others waiting."""
+    try:
+        torch.empty(0).numpy()
+    except RuntimeError as error:
+        raise CheckpointError(
+            "torch.distributed.checkpoint needs NumPy to save on several ranks, and it cannot be used here; pip install numpy"
+        ) from error
 
 
 def pack(value: Any) -> Tensor:
