@@ -313,7 +313,7 @@ def test_a_lost_or_doubled_sample_is_noticed(step: int) -> None:
 
 
 def _run_docs(folder: str) -> tuple[int, int, int]:
-    (block,) = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
+    block, *_ = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
     ddp = DDP(Mlp())
     opt = zerolap.ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, overlap_with_ddp=True)
     handle = zerolap.attach(ddp, opt)
@@ -344,7 +344,7 @@ def test_a_node_is_lost_and_comes_back(
     def node(number: int) -> AbstractContextManager[Agent]:
         """By the docs' command."""
         namespace, interface, address = hosts[number]
-        (block,) = re.findall(r"```sh\n(.*?)```", DOCS.read_text(), re.DOTALL)
+        block, *_ = re.findall(r"```sh\n(.*?)```", DOCS.read_text(), re.DOTALL)
         exported, command = block.split("\n", 1)
         assert exported == "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"  # as Agent does
         conf, local = f",is_host={1 - number}", ["--local-addr", address]  # names are not resolved in a namespace
