@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = {  # folder: import name, what it may depend on
-    "core": ("zerolap", {"torch"}),  # and zerolap_cli
+    "core": ("zerolap", {"torch"}),  # and zerolap_cli, zerolap_timeline
     "adapters/cpu_gloo": ("zerolap_cpu_gloo", {"zerolap"}),
     "adapters/cuda_nccl": ("zerolap_cuda_nccl", {"zerolap"}),
     "adapters/ascend_hccl": ("zerolap_ascend_hccl", {"zerolap"}),
@@ -20,7 +20,15 @@ PACKAGES = {  # folder: import name, what it may depend on
     "conformance": ("zerolap_conformance", {"zerolap", "pytest"}),
 }
 DATA = {  # folder: files beside the code that it needs
-    "core": ("zerolap_cli/app.py", "zerolap_cli/sonnets.txt", "zerolap_cli/py.typed"),
+    "core": (
+        "zerolap_cli/app.py",
+        "zerolap_cli/sonnets.txt",
+        "zerolap_cli/py.typed",
+        "zerolap_timeline/py.typed",
+        "zerolap_timeline/page.html",
+        "zerolap_timeline/page.css",
+        "zerolap_timeline/page.js",
+    ),
     "adapters/sim": ("zerolap_sim/csrc/runtime.cpp", "zerolap_sim/csrc/runtime.h"),
     "conformance": ("zerolap_conformance/page.html",),
 }

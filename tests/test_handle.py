@@ -1,4 +1,4 @@
-"""What attach() gives back: adapters of one's own, detaching and attaching again, traces, and memory that is accounted for."""
+"""What attach() gives back: adapters of one's own, detaching and attaching again, and memory that is accounted for."""
 
 from __future__ import annotations
 
@@ -162,43 +162,6 @@ def _attach_and_detach(num: int) -> None:
 
 def test_nothing_is_left_open_by_100_cycles_of_attaching_and_detaching() -> None:
     run_ranks(2, _attach_and_detach, 100)
-
-
-# --- traces -----------------------------------------------------------------------------------------------------------
-
-
-def _traces(schedule: Any, gather: Any) -> None:
-    ddp = DDP(Mlp(), bucket_cap_mb=0.004)
-    zero = _zero(ddp)
-    handle = zerolap.attach(ddp, zero, schedule=schedule, gather=gather)
-    for x in batches(3):
-        iterate(ddp, zero, x)
-    num_buckets = handle.stats().num_buckets
-    assert num_buckets > 1
-    with handle.trace() as trace:
-        with pytest.raises(RuntimeError, match="already"), handle.trace():
-            pass
-        for x in batches(2):
-            iterate(ddp, zero, x)
-        handle.finish()
-    iterate(ddp, zero, x)
-    spans = trace.spans
-    for kind in ("ready", "reduce", "step", "gather"):
-        found = [span.bucket for span in spans if span.kind == kind]
-        assert sorted(found) == sorted(2 * [*range(num_buckets)]), (kind, found)  # type: ignore[type-var]
-    assert all(0 <= span.start <= span.end for span in spans), spans
-    for bucket in range(num_buckets):
-        first = {
-            kind: next(s for s in spans if (s.kind, s.bucket) == (kind, bucket))
-            for kind in ("ready", "reduce", "step", "gather")
-        }
-        assert first["ready"].end <= first["reduce"].end <= first["step"].start <= first["gather"].start, first
-    assert any(span.kind == "use" for span in spans)
-
-
-@pytest.mark.parametrize(("schedule", "gather"), [("interleaved", "eager"), ("on_step", "lazy")])
-def test_a_trace_tells_when_each_bucket_was_reduced_updated_and_gathered(schedule: str, gather: str) -> None:
-    run_ranks(2, _traces, schedule, gather)
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

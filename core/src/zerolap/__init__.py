@@ -4,16 +4,19 @@ import importlib
 from typing import Any
 
 from zerolap.adapter import Adapter, Capabilities, GroupSpec
-from zerolap.attach import GradScaler, Handle, Stats, attach
+from zerolap.attach import GradScaler, Handle, attach, trace
 from zerolap.errors import AdapterNotFoundError, CollectiveError, IllegalEventError, ZerolapError
 from zerolap.hooks import hook_with_zero_step, hook_with_zero_step_interleaved
 from zerolap.lane import Lane, Side, ThreadLane
+from zerolap.logs import log_to_stderr
+from zerolap.metrics import Stats, StatsWriter
 from zerolap.optimizer import ZeroRedundancyOptimizer
 from zerolap.parts import Parts
 from zerolap.pending import Pending, Waitable
 from zerolap.registry import AdapterInfo, adapters, find_adapter, installed_adapters, load_adapter
 from zerolap.stream import StreamAdapter
-from zerolap.trace import Span, Trace
+from zerolap.tracing import Trace
+from zerolap_timeline.record import Span
 
 __version__ = "0.1.0"
 
@@ -33,6 +36,7 @@ __all__ = [
     "Side",
     "Span",
     "Stats",
+    "StatsWriter",
     "StreamAdapter",
     "ThreadLane",
     "Trace",
@@ -46,6 +50,8 @@ __all__ = [
     "hook_with_zero_step_interleaved",
     "installed_adapters",
     "load_adapter",
+    "log_to_stderr",
+    "trace",
 ]
 
 

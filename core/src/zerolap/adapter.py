@@ -16,7 +16,7 @@ from zerolap.lane import HostSide, Lane, Side, ThreadLane
 from zerolap.parts import Parts
 from zerolap.pending import Pending
 from zerolap.plan import GroupRank
-from zerolap.trace import Moment
+from zerolap.tracing import Moment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +154,11 @@ class Adapter:
     def seconds_between(self, start: Moment, end: Moment) -> float:
         """The time from one moment to another."""
         return cast(float, end) - cast(float, start)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Memory that is kept here between collectives, for what is received."""
+        return 0
 
     def close_group(self, group: dist.ProcessGroup) -> None:
         """Give up what ``open_group`` has taken beyond the group object itself."""

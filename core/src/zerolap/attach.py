@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from enum import Enum
 from typing import Any, Literal, TypeVar
 
 import torch
+import torch.distributed as dist
 import torch.optim
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.futures import Future
@@ -20,15 +20,19 @@ from torch.optim import Optimizer
 
 from zerolap.adapter import Adapter
 from zerolap.auto import Tuner
+from zerolap.engine import Engine
 from zerolap.hooks import Hook, agreement_of, guarded, meet
+from zerolap.logs import logger_of
 from zerolap.machine import Gather, Schedule
+from zerolap.metrics import Stats
 from zerolap.native import NativeEngine, Precision
 from zerolap.optimizer import ZeroRedundancyOptimizer
 from zerolap.safety import NonFinite, Safety, WatchedEngine
 from zerolap.shards import WITH_FUSED
-from zerolap.trace import Trace
+from zerolap.taking import take
+from zerolap.tracing import Trace
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 E = TypeVar("E", bound=Enum)
 
@@ -40,17 +44,6 @@ _ELEMENTWISE = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stats:
-    """What an attached optimizer has done on this rank so far."""
-
-    num_updates: int
-    num_skipped: int
-    num_buckets: int
-    sent_bytes: int
-    state_bytes: int
-
-
 class Handle:
     """What ``attach`` returns."""
 
@@ -60,12 +53,14 @@ class Handle:
         engine: WatchedEngine,
         adapter: Adapter,
         tuner: Tuner | None,
+        module: nn.Module,
         undo: Callable[[], None],
     ) -> None:
         self._optimizer = optimizer
         self._engine = engine
         self._adapter = adapter
         self._tuner = tuner
+        self._module = module
         self._undo = undo
 
     @property
@@ -110,16 +105,15 @@ class Handle:
             with suppress(Exception) if has_failed else nullcontext():  # what is broken cannot be closed in order
                 self._undo()
 
-    @contextmanager
-    def trace(self) -> Iterator[Trace]:
-        """Note when each bucket's gradients were ready, and its reduction, update and gathering began and ended."""
-        if self._engine.trace is not None:
-            raise RuntimeError("a trace is already being taken")
-        self._engine.trace = trace = Trace(self._adapter.moment, self._adapter.seconds_between)
-        try:
-            yield trace
-        finally:
-            self._engine.trace = None
+    def trace(self, path: str | os.PathLike[str] | None = None) -> AbstractContextManager[Trace]:
+        """Note when each bucket's gradients were ready, its reduction, update and gathering began and ended, and who waited.
+
+        With a ``path``, a folder, each rank writes a file there at the end, and ``zerolap trace PATH`` shows them all.
+        """
+        if not self.is_attached:
+            raise RuntimeError("there is nothing to trace: this was detached")
+        ranks = dist.get_process_group_ranks(self._optimizer.process_group)
+        return take(self._engine, ranks=ranks, module=self._module, path=path)
 
     def audit(self) -> None:
         """Compare all parameters with the other ranks', which call this, too; raises on all ranks if any differ."""
@@ -130,14 +124,21 @@ class Handle:
         self._engine.refresh_masters()
 
     def stats(self) -> Stats:
-        """Updates made, updates skipped by ``nonfinite="skip"``, buckets, bytes this rank has sent for gradients and parameters, bytes of state it holds."""
+        """Updates, bytes, memory, and how long training has waited; for a log or a chart. Waits for nothing."""
+        engine, watch = self._engine, self._engine.watch
         states: Mapping[Any, dict[str, Any]] = self._optimizer.optim.state
         return Stats(
-            num_updates=self._engine.num_updates,
-            num_skipped=self._engine.num_skipped,
-            num_buckets=self._engine.num_buckets,
-            sent_bytes=self._engine.sent_bytes,
+            num_updates=engine.num_updates,
+            num_steps=engine.num_steps,
+            num_skipped=engine.num_skipped,
+            num_buckets=engine.num_buckets,
+            sent_bytes=engine.sent_bytes,
             state_bytes=sum(t.nbytes for state in states.values() for t in state.values() if isinstance(t, Tensor)),
+            flat_bytes=engine.flat_bytes,
+            gradient_bytes=engine.gradient_bytes,
+            receive_bytes=self._adapter.kept_bytes,
+            exposed_ms=1e3 * watch.exposed_seconds if watch.has_times else None,
+            communication_ms=1e3 * watch.communication_seconds if watch.has_times else None,
         )
 
 
@@ -243,8 +244,9 @@ def attach(
     def on_bucket(state: object, bucket: GradBucket) -> Future[Tensor]:
         return engine.on_bucket(bucket)
 
-    undo.callback(_connect(ddp, guarded(ddp, on_bucket, adapter=chosen, engine=engine)))
-    return Handle(optimizer, engine, chosen, tuner, undo.close)
+    undo.callback(_connect(ddp, guarded(ddp, on_bucket, adapter=chosen, engine=engine), engine))
+    logger.info("attached: %s, %s, %s, %d ranks", schedule, how.value, chosen.name, group.size())
+    return Handle(optimizer, engine, chosen, tuner, ddp.module, undo.close)
 
 
 def _ways(
@@ -267,7 +269,32 @@ def _ways(
     return schedules, [Gather.EAGER] if is_compiled else [Gather.EAGER, Gather.LAZY]
 
 
-def _connect(ddp: DistributedDataParallel, hook: Hook) -> Callable[[], None]:
+def trace(
+    target: Handle | DistributedDataParallel | ZeroRedundancyOptimizer, path: str | os.PathLike[str] | None = None
+) -> AbstractContextManager[Trace]:
+    """``handle.trace(path)`` for who has no handle at hand: of a DDP, or an optimizer, that is attached or has a hook."""
+    if isinstance(target, Handle):
+        return target.trace(path)
+    engine: Engine | None
+    module: nn.Module | None = None
+    if isinstance(target, DistributedDataParallel):
+        switch: _Switch | None = vars(target).get(_SWITCH)
+        engine, module = None if switch is None else switch.engine, target.module
+    elif isinstance(target, ZeroRedundancyOptimizer):
+        engine = target._engine
+    else:
+        raise TypeError(
+            f"a trace is of what zerolap.attach() returned, a DDP or a ZeroRedundancyOptimizer, not of {type(target).__name__}"
+        )
+    if engine is None:
+        raise ValueError(
+            f"this {type(target).__name__} is not attached; call zerolap.attach(), or trace the optimizer if a hook was made "
+            "for it"
+        )
+    return take(engine, ranks=dist.get_process_group_ranks(target.process_group), module=module, path=path)
+
+
+def _connect(ddp: DistributedDataParallel, hook: Hook, engine: Engine) -> Callable[[], None]:
     """Hand DDP's buckets to ``hook``; returns what goes back to plain averaging.
 
     DDP takes one hook for its whole life, so it gets one that can be switched.
@@ -284,7 +311,7 @@ def _connect(ddp: DistributedDataParallel, hook: Hook) -> Callable[[], None]:
         zerolap_hook.__annotations__ = {"bucket": GradBucket, "return": Future[Tensor]}
         ddp.register_comm_hook(None, zerolap_hook)
         setattr(ddp, _SWITCH, switch)
-    switch.hook = hook
+    switch.hook, switch.engine = hook, engine
     return switch.turn_off
 
 
@@ -295,9 +322,10 @@ class _Switch:
     """Who gets DDP's buckets; nobody after ``detach``, and in a copy of DDP or one from a file."""
 
     hook: Hook | None = None
+    engine: Engine | None = None
 
     def turn_off(self) -> None:
-        self.hook = None
+        self.hook = self.engine = None
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return (_Switch, ())

@@ -8,7 +8,6 @@ rank's time counts for all.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import statistics
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
@@ -21,11 +20,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zerolap.adapter import Adapter
 from zerolap.exchange import all_gather_json
+from zerolap.logs import logger_of
 from zerolap.machine import Gather, Schedule
 from zerolap.native import NativeEngine
-from zerolap.trace import Moment
+from zerolap.tracing import Moment
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _MB = 2**20
 _NUM_VISITS = 2  # to each choice, so that one slow phase of the machine does not decide

@@ -18,7 +18,7 @@ from zerolap.exchange import all_gather_json
 from zerolap.forecast import Compute, Link
 from zerolap.registry import resolve_adapter
 from zerolap.timing import Exchanges, host_seconds, meet, reduce_nothing, step_seconds, time_contended, time_exchanges
-from zerolap.trace import Moment
+from zerolap.tracing import Moment
 
 _NUM_WARM = 3  # iterations in which DDP finds its buckets, and memory is taken
 _NUM_TIMED = 12

@@ -13,9 +13,9 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from time import perf_counter
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -44,7 +44,7 @@ from zerolap.shards import (
     stand_in_for,
 )
 from zerolap.states import strides_in_bucket
-from zerolap.trace import Trace
+from zerolap.watch import IN_CHECK, IN_STEP, Watch
 
 T = TypeVar("T")
 
@@ -139,7 +139,7 @@ class Engine(ABC):
         self._num_backwards = 0
         self._num_steps = 0
         self._is_stepped = True  # step() was called since the last backward
-        self.trace: Trace | None = None
+        self.watch = Watch(waits_on_host=not adapter.capabilities.futures_complete_at_enqueue)
 
         # The backward at hand: filled by backward's thread, used by the lane.
         self._arrivals: list[Arrival] = []
@@ -205,6 +205,15 @@ class Engine(ABC):
         return len(self._layout)
 
     @property
+    def num_steps(self) -> int:
+        """Calls of step()."""
+        return self._num_steps
+
+    @property
+    def flat_bytes(self) -> int:
+        return sum(installed.flat.buffer.nbytes for installed in self._installed)
+
+    @property
     def phase(self) -> Phase:
         return self._machine.phase
 
@@ -213,8 +222,6 @@ class Engine(ABC):
         index = bucket.index()
         if self._failure is not None:
             self.raise_if_failed()
-        if self.trace is not None:
-            self.trace.mark("ready", index)
         try:
             is_last, is_known = bucket.is_last(), self._is_known(index, bucket)
             actions = self._machine.bucket_ready(index, is_last=is_last, is_known=is_known)
@@ -243,7 +250,8 @@ class Engine(ABC):
         except IllegalEventError as error:
             raise self._fail(error, "step() after a backward that did not finish") from error
         if actions:
-            self._lane.run(partial(self._do, actions))
+            with self.watch.blocked(IN_STEP):
+                self._lane.run(partial(self._do, actions))
 
     def reschedule(self, schedule: Schedule, gather: Gather) -> None:
         """Go on in another way, from the next backward on; all ranks at the same one."""
@@ -283,17 +291,20 @@ class Engine(ABC):
         if self._gathers:
             index = self._bucket_of.get(param)
             if index is not None:
-                self._wait_for_bucket(index)
+                self._wait_for_bucket(index, param, is_lane=False)
 
     def wait_for_params(self) -> None:
         """Return when every parameter has its updated value."""
-        for index in list(self._gathers):
-            self._wait_for_bucket(index)
+        self._wait_for_all(is_lane=False)
 
-    def _wait_for_bucket(self, index: int) -> None:
+    def _wait_for_all(self, *, is_lane: bool = True) -> None:
+        for index in list(self._gathers):
+            self._wait_for_bucket(index, is_lane=is_lane)
+
+    def _wait_for_bucket(self, index: int, param: Tensor | None = None, *, is_lane: bool = True) -> None:
         if index not in self._gathers:
             return
-        with self._gather_lock, self._traced("use", index):
+        with self.watch.waiting(index, param, is_lane=is_lane), self._gather_lock:
             pending = self._gathers.get(index)
             if pending is None:
                 return
@@ -304,6 +315,8 @@ class Engine(ABC):
                     self._failure = self._explained(error)
                 raise self._failure from error
             if self._lane.is_caller():
+                if self.gather is Gather.EAGER:
+                    self.watch.ended.append(perf_counter())
                 del self._gathers[index]  # or else the lane or another stream has waited, and the next one must, too
 
     # --- on backward's thread -----------------------------------------------------------------------------------------
@@ -335,9 +348,12 @@ class Engine(ABC):
     def _arrive(self, index: int, bucket: GradBucket) -> Arrival:
         if index == 0:
             self._begin_backward()
+        if self.watch.trace is not None:
+            self.watch.trace.mark("ready", index)
         recorded = (self._recording or self._layout)[index]
         # Read now: once the bucket is reduced DDP gives a gradient to parameters that only other ranks used.
         used = None if self._agreement is Agreement.NEVER else [param.grad is not None for param in recorded.params]
+        self.watch.begun.append(perf_counter())
         try:
             reduction = self._start_reduce(index, recorded, bucket)
         except ZerolapError:
@@ -351,6 +367,7 @@ class Engine(ABC):
     def _begin_backward(self) -> None:
         self._arrivals = []  # what a skipped step() has left behind
         self._num_backwards += 1
+        self.watch.begin_update(self._num_backwards)
         if torch._C._current_graph_task_id() == -1:
             return  # a rank that has joined
         if not self._is_stepped and self._num_steps and self.schedule is not Schedule.ON_STEP:
@@ -387,11 +404,15 @@ class Engine(ABC):
         self._watched = None
         if torch._C._current_graph_task_id() == -1:
             return  # a rank that has joined runs hooks without a backward
-        engine = torch.autograd.Variable._execution_engine
-        # Twice, for DDP queues the callback that writes gradients after this one.
-        engine.queue_callback(lambda: engine.queue_callback(self._note_gradient))
+        # Twice, for DDP queues the callback that waits for our futures and writes gradients after this one.
+        torch.autograd.Variable._execution_engine.queue_callback(self._let_ddp_finish)
+
+    def _let_ddp_finish(self) -> None:
+        self.watch.backward_ends()
+        torch.autograd.Variable._execution_engine.queue_callback(self._note_gradient)
 
     def _note_gradient(self) -> None:
+        self.watch.backward_ended()
         for param in self._layout[0].params if self._layout else ():
             if param.grad is not None:
                 self._watched = (param, param.grad.data_ptr(), param.grad._version)
@@ -422,7 +443,8 @@ class Engine(ABC):
 
     def _run_on_lane(self, fn: Callable[[], T]) -> T:
         """Run something on the lane that is no part of an update; if it fails, so has the overlap."""
-        return self._lane.run(partial(self._noting_failure, fn))
+        with self.watch.blocked(IN_CHECK):
+            return self._lane.run(partial(self._noting_failure, fn))
 
     def _noting_failure(self, fn: Callable[[], T]) -> T:
         try:
@@ -447,17 +469,21 @@ class Engine(ABC):
 
     def _do_for_bucket(self, actions: Sequence[Action], arrival: Arrival) -> Tensor:
         self._do(actions)
+        watch = self.watch
+        watch.lane_ended = perf_counter()
+        if watch.trace is not None:
+            watch.note_lane(watch.trace)
         return self._gradients(arrival)
 
     def _do(self, actions: Sequence[Action]) -> None:
         """Do what may wait; the rest was done when the actions were emitted."""
+        is_idle = self.watch.is_idle
         for verb, bucket in actions:
             try:
-                if self.trace is None:
+                if is_idle:
                     self._on_lane[verb](bucket)
                 else:
-                    with self.trace.span(verb.name.lower(), bucket):
-                        self._on_lane[verb](bucket)
+                    self.watch.do(verb.name.lower(), bucket, self._on_lane[verb])
             except Exception as error:
                 where = f"{self._me}, {'all buckets' if bucket is None else f'bucket {bucket}'}, {verb.name.lower()}"
                 if error is self._failure:
@@ -470,15 +496,13 @@ class Engine(ABC):
                 self._failure = self._explained(named)
                 raise self._failure from error
 
-    def _traced(self, kind: str, bucket: int | None) -> AbstractContextManager[None]:
-        return nullcontext() if self.trace is None else self.trace.span(kind, bucket)
-
     def _finish_reduce(self, index: int) -> None:
         arrival = self._arrivals[index]
         try:
             arrival.reduced = arrival.reduction.wait(self._timeout)
         except Exception as error:
             raise CollectiveError(f"{self._me}, bucket {index}: the reduction failed: {error}") from error
+        self.watch.ended.append(perf_counter())
 
     def _agree(self, index: int) -> None:
         used = self._arrivals[index].used
@@ -500,8 +524,10 @@ class Engine(ABC):
         assert arrival.reduced is not None, "a bucket is reduced before it is stepped"
         if self._gathers:
             self._wait_for_bucket(index)  # of the last update: it reads the memory that is about to be written
+        start = perf_counter()
         installed.shard.set_grads(arrival.reduced, installed.used)
         self._step_local(installed.shard.local)
+        self.watch.steps.append((start, perf_counter()))
 
     def _step_local(self, local: LocalOptimizer) -> None:
         if self._options is None:
@@ -521,10 +547,12 @@ class Engine(ABC):
         if self._book.world_size > 1:
             if self._gathers:
                 self._wait_for_bucket(index)
+            if self.gather is Gather.EAGER:
+                self.watch.begun.append(perf_counter())
             self._gathers[index] = self._start_gather(index, installed)
 
     def _finish_gathers(self) -> None:
-        self.wait_for_params()
+        self._wait_for_all()
         self._gathers.clear()  # whoever waits for the lane has waited for them
 
     def _finish_update(self) -> None:
@@ -594,7 +622,7 @@ class HookEngine(Engine):
         return make_plan(layout, world_size=self._book.world_size, policy=self._policy)
 
     def _start_reduce(self, index: int, recorded: Recorded, bucket: GradBucket) -> Reduction:
-        return Waiter(self._reduce(bucket))
+        return self.watch.reducing(index, lambda: Waiter(self._reduce(bucket)))
 
     def _gradients(self, arrival: Arrival) -> Tensor:
         assert arrival.reduced is not None, "every bucket's actions start with its reduction"
@@ -611,7 +639,7 @@ class HookEngine(Engine):
         return BucketShard(stand_ins=list(stand_ins.values()), slots=slots, local=self._book.make_local(stand_ins))
 
     def _start_gather(self, index: int, installed: Installed) -> Pending:
-        return self._gather_side.start(partial(self._start_broadcasts, index, installed))
+        return self.watch.start("gather", index, self._gather_side, partial(self._start_broadcasts, index, installed))
 
     def _start_broadcasts(self, index: int, installed: Installed) -> Pending:
         pending, first = [], 0

@@ -131,6 +131,11 @@ class NativeEngine(Engine):
         self.num_updates = 0
         self.is_unscaled = False  # the gradients at hand, by a GradScaler that knows shards
 
+    @property
+    def gradient_bytes(self) -> int:
+        """Of memory that is kept for reduced gradients."""
+        return sum(memory.nbytes for memory in self._memory.values())
+
     def _make_plan(self, layout: Layout) -> Plan:
         known = {tuple(slot.param for slot in bucket) for bucket in layout}
         self._bounds = {key: value for key, value in self._bounds.items() if key in known}
@@ -143,7 +148,7 @@ class NativeEngine(Engine):
         scatter = self._scatters.get(index)
         if scatter is None or scatter.recorded is not recorded:
             self._scatters[index] = scatter = self._make_scatter(index, recorded)
-        scatter.pending = pending = self._reduce_side.start(scatter.start)
+        scatter.pending = pending = self.watch.start("reduce", index, self._reduce_side, scatter.start)
         self.sent_bytes += pending.sent_bytes
         return scatter
 
@@ -191,7 +196,7 @@ class NativeEngine(Engine):
         return BucketShard(stand_ins=list(stand_ins.values()), slots=slots, local=local)
 
     def _start_gather(self, index: int, installed: Installed) -> Pending:
-        pending = self._gather_side.start(self._all_gathers[index].start)
+        pending = self.watch.start("gather", index, self._gather_side, self._all_gathers[index].start)
         self.sent_bytes += pending.sent_bytes
         return pending
 

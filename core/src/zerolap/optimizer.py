@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from types import MappingProxyType
@@ -18,6 +17,7 @@ from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from zerolap.errors import CollectiveError, ZerolapError
 from zerolap.exchange import all_gather_json, move_states, refuse_together
+from zerolap.logs import logger_of
 from zerolap.machine import Schedule
 from zerolap.plan import GlobalRank, GroupRank, Piece
 from zerolap.shards import FlatParams, Options, ParamGroup, ShardBook, options_of
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from zerolap.native import NativeEngine
     from zerolap.sharded import Described
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 class LocalView(NamedTuple):

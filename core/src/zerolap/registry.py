@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import importlib.metadata
-import logging
 from functools import cache
 from typing import NamedTuple
 
 from zerolap.adapter import Adapter
 from zerolap.errors import AdapterNotFoundError
+from zerolap.logs import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 ENTRY_POINT_GROUP = "zerolap.adapters"
 

@@ -15,9 +15,12 @@ from torch import Tensor
 from zerolap.audit import checksums, describe_drift
 from zerolap.errors import ZerolapError
 from zerolap.exchange import all_gather_json
+from zerolap.logs import logger_of
 from zerolap.machine import Phase, Schedule, Verb
 from zerolap.native import SEARCH, NativeEngine
 from zerolap.shards import ShardBook
+
+logger = logger_of(__name__)
 
 
 class NonFinite(Enum):
@@ -81,6 +84,7 @@ class WatchedEngine(NativeEngine):
                 raise ZerolapError(found)  # nothing was changed: the next backward starts anew
             self.num_skipped += 1
             self._is_skipped = True
+            logger.warning("%s; it was skipped", found)
         return False
 
     # --- on the lane --------------------------------------------------------------------------------------------------
@@ -118,7 +122,7 @@ class WatchedEngine(NativeEngine):
         return bool(every and self.num_updates and self.num_updates % every == 0)
 
     def _audit(self) -> None:
-        self.wait_for_params()
+        self._wait_for_all()
         inside = self._bucket_of
         rest = [(name, param) for name, param in self._named_params if param not in inside]
         flats = [installed.flat.buffer for installed in self._installed]

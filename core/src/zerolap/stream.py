@@ -32,7 +32,7 @@ from zerolap.adapter import Adapter
 from zerolap.lane import Lane, Side, failed
 from zerolap.parts import Parts
 from zerolap.pending import Pending
-from zerolap.trace import Moment
+from zerolap.tracing import Moment
 
 T = TypeVar("T")
 

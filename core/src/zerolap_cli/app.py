@@ -224,6 +224,51 @@ def new_adapter(
 
 
 @app.command()
+def trace(
+    paths: Annotated[
+        list[Path], typer.Argument(help="Folders that handle.trace(path=...) has written to, or files of ranks.")
+    ],
+    page: Annotated[Path | None, typer.Option("--out", help="Write the timeline there: one HTML page.")] = None,
+    chrome: Annotated[
+        Path | None, typer.Option("--chrome", help="Write a Chrome trace there, for ui.perfetto.dev.")
+    ] = None,
+    as_json: AsJson = False,
+    is_opened: Annotated[
+        bool,
+        typer.Option("--open/--no-open", help="Open the timeline in a browser; without --out it is written beside."),
+    ] = False,
+) -> None:
+    """Say how much of the communication was hidden, and show it. Needs no torch.
+
+    Exit code 1 if a file is no trace, or files do not belong together; 2 if there is none.
+    """
+    from zerolap_cli import traces
+
+    missing = [str(path) for path in paths if not path.exists()]
+    if missing:
+        raise fail(f"{', '.join(missing)} is not there", code=2)
+    if is_opened and page is None:
+        page = (paths[0] if paths[0].is_dir() else paths[0].parent) / "timeline.html"
+    try:
+        found = traces.examine(paths)
+        written = [traces.write(path, text) for path, text in found.files(page=page, chrome=chrome)]
+    except (ValueError, OSError) as error:
+        raise fail(str(error)) from error
+    if as_json:
+        typer.echo(json.dumps(found.to_json() | {"written": [str(path) for path in written]}, indent=1))
+    else:
+        traces.show(found, out)
+        for path in written:
+            out.print(f"written: {escape(str(path))}")
+    if found.run.missing:
+        err.print(f"[yellow]zerolap:[/yellow] no trace of rank {', '.join(map(str, found.run.missing))} was given")
+    if is_opened and page is not None and not traces.open_page(page):
+        err.print(
+            f"[yellow]zerolap:[/yellow] no browser could be started; open {escape(str(page.absolute()))} yourself"
+        )
+
+
+@app.command()
 def demo(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of a few steps with each.")] = 15,
     as_json: AsJson = False,

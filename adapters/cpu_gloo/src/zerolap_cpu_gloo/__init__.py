@@ -43,6 +43,10 @@ class CpuGlooAdapter(Adapter):
     def make_backend(self, spec: GroupSpec) -> Backend:
         return dist.ProcessGroupGloo(spec.store, spec.rank, spec.size, spec.timeout)
 
+    @property
+    def kept_bytes(self) -> int:
+        return self._inbox.num_bytes
+
     def close_group(self, group: dist.ProcessGroup) -> None:
         self._progress.pop(group.group_name, None)
 
