@@ -25,9 +25,10 @@ PAGE = Path(__file__).parent.parent / "docs/api.md"
 
 SECTIONS = {
     "Training": (
-        *("ZeroRedundancyOptimizer", "attach", "Handle", "Stats", "GradScaler", "Trace", "Span"),
+        *("ZeroRedundancyOptimizer", "attach", "Handle", "GradScaler"),
         *("hook_with_zero_step", "hook_with_zero_step_interleaved"),
     ),
+    "What it does": ("trace", "Trace", "Verdict", "Exposure", "Span", "Stats", "StatsWriter", "log_to_stderr"),
     "Checkpoints": tuple(f"checkpoint.{name}" for name in checkpoint.__all__),
     "Adapters": (
         *("Adapter", "StreamAdapter", "Capabilities", "GroupSpec", "Parts", "Pending", "Waitable"),

@@ -27,8 +27,10 @@ from torch.distributed.run import get_args_parser
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import zerolap
+from synthetic_runs import run_of
 from training import Mlp, batches
 from zerolap_conformance.ranks import run_ranks
+from zerolap_timeline import write
 
 ROOT = Path(__file__).parent.parent
 PAGES = [str(path.relative_to(ROOT)) for path in (*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md")))]
@@ -257,6 +259,8 @@ def _save_some(folder: str) -> None:
 
 def test_commands_in_the_docs_are_real(tmp_path: Path) -> None:
     run_ranks(2, _save_some, str(tmp_path / "runs/a"))
+    for trace in run_of(2, 4, 2):
+        write(trace, tmp_path / "run1")
     done: list[list[str]] = []
     for block in BLOCKS:
         for words in commands_of(block) if block.language == "sh" and not block.shown_files else ():

@@ -142,7 +142,9 @@ def test_every_record_has_the_rank(tmp_path: Path) -> None:
         assert any(line.startswith(f"WARNING {rank} ") and line.endswith("it was skipped") for line in lines), lines
 
 
-def test_nothing_is_printed_unless_asked_for(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_printed_unless_asked_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RANK", "3")
     logger = logger_of("zerolap.test")
     logger.propagate = True

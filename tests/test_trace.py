@@ -62,7 +62,7 @@ def _every_moment(schedule: str, gather: str) -> None:
     iterate(ddp, zero, x)
     spans = trace.spans
     assert len(spans) == before, "nothing is noted after the end"
-    assert all(0 <= span.start <= span.end <= trace.record().seconds for span in spans), spans
+    assert all(0 <= span.start <= span.end <= trace._record().seconds for span in spans), spans
     updates = range(first, first + num)
     for kind in ("ready", "reduce", "step", "gather"):
         found = Counter((span.bucket, span.update) for span in _of(spans, kind))
@@ -84,7 +84,7 @@ def _every_moment(schedule: str, gather: str) -> None:
     if gather == "eager":
         assert uses == []
     else:
-        buckets = trace.record().buckets
+        buckets = trace._record().buckets
         named = [span for span in uses if span.name is not None]
         assert len(named) == num_buckets * (num - 1), "the last gathers are waited for by finish(), not by a module"
         for use in named:
@@ -412,13 +412,13 @@ def _on_streams(schedule: str, gather: str) -> dict[str, Any]:
         "begun_by": before,
         "calls": calls,
         "host_seconds": host_seconds,
-        "device_seconds": trace.record().seconds,
+        "device_seconds": trace._record().seconds,
         "kinds": Counter(span.kind for span in spans),
         "is_ordered": all(0 <= span.start <= span.end for span in spans),
         "gathers": [span.end - span.start for span in spans if span.kind == "gather"],
         "use_names": {span.name for span in spans if span.kind == "use"},
         "verdict": trace.verdict(),
-        "is_simulated": trace.record().is_simulated,
+        "is_simulated": trace._record().is_simulated,
         "num_buckets": stats.num_buckets,
         "exposed_ms": stats.exposed_ms,
     }

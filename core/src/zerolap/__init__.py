@@ -17,6 +17,7 @@ from zerolap.registry import AdapterInfo, adapters, find_adapter, installed_adap
 from zerolap.stream import StreamAdapter
 from zerolap.tracing import Trace
 from zerolap_timeline.record import Span
+from zerolap_timeline.verdict import Exposure, Verdict
 
 __version__ = "0.1.0"
 
@@ -26,6 +27,7 @@ __all__ = [
     "AdapterNotFoundError",
     "Capabilities",
     "CollectiveError",
+    "Exposure",
     "GradScaler",
     "GroupSpec",
     "Handle",
@@ -40,6 +42,7 @@ __all__ = [
     "StreamAdapter",
     "ThreadLane",
     "Trace",
+    "Verdict",
     "Waitable",
     "ZeroRedundancyOptimizer",
     "ZerolapError",

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zerolap.logs import logger_of
-from zerolap.tracing import Noted, Trace
+from zerolap.tracing import Noted, Recorder, Trace
 from zerolap_timeline.record import Bucket, Clock, RankTrace
 
 if TYPE_CHECKING:
@@ -37,19 +37,20 @@ def take(
     engine.wait_for_params()
     names: dict[Tensor, str] = {param: name for name, param in module.named_parameters()} if module is not None else {}
     on_host = not engine._adapter.capabilities.futures_complete_at_enqueue
-    trace = Trace(engine._adapter, names=names, facts=lambda: _facts(engine, ranks, names), has_witness=on_host)
-    trace.update = engine.watch.update
+    recorder = Recorder(engine._adapter, names=names, has_witness=on_host)
+    recorder.update = engine.watch.update
+    trace = Trace(recorder, lambda: _facts(engine, ranks, names))
     with ExitStack() as hooks:
         if module is not None:
-            phases = _Phases(trace)
+            phases = _Phases(recorder)
             hooks.callback(module.register_forward_pre_hook(phases.forward_begins, prepend=True).remove)
             hooks.callback(module.register_forward_hook(phases.forward_ended, prepend=True).remove)
-        engine.watch.trace = trace
+        engine.watch.trace = recorder
         try:
             yield trace
         finally:
             engine.watch.trace = None
-            trace.close()
+            recorder.close()
             if path is not None and not engine.has_failed:  # or a device may never get to what it was given
                 written = trace.save(path)
                 logger.info("%s; written to %s", trace.verdict(), written)
@@ -96,7 +97,7 @@ def _name_of(device: torch.device) -> str:
 class _Phases:
     """Notes when the model computes. Its methods are hooks of the model while the trace is taken; a copy's do nothing."""
 
-    def __init__(self, trace: Trace | None = None) -> None:
+    def __init__(self, trace: Recorder | None = None) -> None:
         self._trace = trace
         self._forward: Noted | None = None
 

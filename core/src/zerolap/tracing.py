@@ -95,27 +95,21 @@ class _SeenWaiter(Waiter[Tensor]):
         return value
 
 
-class Trace:
+class Recorder:
     """Collects moments while it is on; they become spans when asked for, so that nothing waits for a device meanwhile."""
 
-    def __init__(
-        self, timer: Timer, *, names: Mapping[Tensor, str], facts: Callable[[], RankTrace], has_witness: bool
-    ) -> None:
-        """``facts`` gives all but the times. With a witness a thread waits for every gather: for where nothing else tells when
-        one is done, and nobody needs it yet."""
+    def __init__(self, timer: Timer, *, names: Mapping[Tensor, str], has_witness: bool) -> None:
+        """With a witness a thread waits for every gather: for where nothing else tells when one is done, and nobody needs it yet."""
         self._timer = timer
         self._now = timer.moment
         self._names = names
-        self._facts = facts
         self._witness = ThreadLane("witness") if has_witness else None
         self._noted: list[Noted] = []
         self._end: Moment | None = None
         self.update = 0  # the one at hand, counted by the engine
         timer.synchronize()  # so that the first moment is now, whatever the device has left to do
         self._begin = timer.moment()
-        self._clock = Clock(host=_host(), begin=time.perf_counter(), unix=time.time())
-
-    # --- while it is on -----------------------------------------------------------------------------------------------
+        self.clock = Clock(host=_host(), begin=time.perf_counter(), unix=time.time())
 
     def begin(self, kind: str, bucket: int | None = None, *, name: str | None = None, ahead: int = 0) -> Noted:
         """Something begins that is part of the update at hand, or of one ahead."""
@@ -163,31 +157,12 @@ class Trace:
         if self._witness is not None:
             self._witness.close()
 
-    # --- afterwards ---------------------------------------------------------------------------------------------------
-
     @property
     def is_on(self) -> bool:
         return self._end is None
 
-    def record(self) -> RankTrace:
-        """All of it, as plain data. Waits for the device."""
-        facts, seconds = self._facts(), self._seconds
-        return replace(facts, clock=self._clock, seconds=seconds, spans=tuple(self._spans_until(seconds)))
-
-    def verdict(self) -> Verdict:
-        """How much of this rank's communication was hidden. Waits for the device."""
-        return judge([self.record()])
-
-    def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write ``rankN.json`` there, whole or not at all; ``zerolap trace`` brings the ranks together."""
-        return write(self.record(), folder)
-
-    @property
-    def spans(self) -> list[Span]:
-        """What happened so far, in the order in which it began. Waits for the device."""
-        return self._spans_until(self._seconds)
-
-    def _spans_until(self, seconds: float) -> list[Span]:
+    def spans_until(self, seconds: float) -> list[Span]:
+        """What happened before, in the order in which it began. Waits for the device."""
         since = self._timer.seconds_between
         spans = []
         for noted in list(self._noted):
@@ -209,8 +184,36 @@ class Trace:
         return sorted(spans, key=lambda span: span.start)
 
     @property
-    def _seconds(self) -> float:
+    def seconds(self) -> float:
+        """How long it has lasted. Waits for the device."""
         return self._timer.seconds_between(self._begin, self._now() if self._end is None else self._end)
+
+
+class Trace:
+    """What was noted, of this rank. Whatever is asked for waits for the device; during a trace better nothing is."""
+
+    def __init__(self, recorder: Recorder, facts: Callable[[], RankTrace]) -> None:
+        self._recorder = recorder
+        self._facts = facts  # all but the times
+
+    @property
+    def spans(self) -> list[Span]:
+        """What happened so far, in the order in which it began."""
+        return self._recorder.spans_until(self._recorder.seconds)
+
+    def _record(self) -> RankTrace:
+        """All of it, as plain data."""
+        recorder, seconds = self._recorder, self._recorder.seconds
+        spans = tuple(recorder.spans_until(seconds))
+        return replace(self._facts(), clock=recorder.clock, seconds=seconds, spans=spans)
+
+    def verdict(self) -> Verdict:
+        """How much of this rank's communication was hidden."""
+        return judge([self._record()])
+
+    def save(self, folder: str | os.PathLike[str]) -> Path:
+        """Write ``rankN.json`` there, whole or not at all; ``zerolap trace`` brings the ranks together."""
+        return write(self._record(), folder)
 
 
 def _host() -> str:

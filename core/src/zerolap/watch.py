@@ -16,7 +16,7 @@ from torch.autograd import profiler
 
 from zerolap.lane import Side, Waiter
 from zerolap.pending import Pending
-from zerolap.tracing import Moment, Noted, Trace
+from zerolap.tracing import Moment, Noted, Recorder
 
 AT_BACKWARDS_END = "backward's end"
 IN_STEP = "step()"
@@ -32,7 +32,7 @@ class Watch:
     """What the engine tells as it goes. Times are of this rank."""
 
     def __init__(self, *, waits_on_host: bool) -> None:
-        self.trace: Trace | None = None
+        self.trace: Recorder | None = None
         self.has_times = waits_on_host  # seconds are counted without a trace
         # When collectives began and ended, those of the update at hand: by whoever starts them and waits for them. Which is
         # whose does not matter. Nobody sees a lazy gather end before it is needed, so it is not here.
@@ -94,7 +94,7 @@ class Watch:
         with _labelled(verb, bucket), self._noting(kind, bucket, verb if kind == "wait" else None):
             fn(bucket)
 
-    def note_lane(self, trace: Trace) -> None:
+    def note_lane(self, trace: Recorder) -> None:
         self._lane_moment = trace.moment()
 
     # --- on the training thread ---------------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ def _under_way(begun: Sequence[float], ended: Sequence[float]) -> float:
 
 
 @contextmanager
-def _span(trace: Trace, kind: str, bucket: int | None, name: str | None) -> Iterator[None]:
+def _span(trace: Recorder, kind: str, bucket: int | None, name: str | None) -> Iterator[None]:
     noted = trace.begin(kind, bucket, name=name)
     yield
     trace.end(noted)

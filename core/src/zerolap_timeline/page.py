@@ -1,4 +1,4 @@
-"""A run as one HTML page with a timeline, to be opened offline and passed on. It judges nothing; page.js draws."""
+"""A run as one HTML page with a timeline, to be opened offline and passed on. It judges nothing; its scripts draw."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from zerolap_timeline.clocks import Run
 from zerolap_timeline.record import COMMUNICATION, KINDS, WAIT, RankTrace
 from zerolap_timeline.verdict import Sums, Verdict, format_ms, judge_sums, sums_of
 
+_SCRIPTS = ("page_model.js", "page_draw.js", "page_input.js")
 _NUM_PARAMS = 3  # of a bucket, by name
 _NUM_EXPOSURES = 8
 _LEAST_MS = 0.01  # less is not worth a line
@@ -30,7 +31,7 @@ def to_html(run: Run) -> str:
     return Template(_file("page.html")).substitute(
         title=escape(f"{_headline(verdict)} | zerolap trace"),
         style=_file("page.css"),
-        script=_file("page.js"),
+        script="".join(map(_file, _SCRIPTS)),
         # In a script element nothing is unescaped but what could end it.
         data=json.dumps(_data(run, sums, verdict), separators=(",", ":")).replace("<", "\\u003c"),
         facts=_facts(run),

@@ -111,7 +111,7 @@ def _read_file(path: Path) -> RankTrace:
     except OSError as error:
         raise TraceError(f"{path}: cannot be read: {error.strerror or error}") from error
     except ValueError as error:
-        raise TraceError(f"{path}: is no JSON: {error}") from error
+        raise TraceError(f"{path}: cannot be parsed as JSON: {error}") from error
     if not isinstance(content, dict) or "zerolap_trace" not in content:
         raise TraceError(f"{path}: is no trace of zerolap; handle.trace(path=...) writes one")
     if content["zerolap_trace"] != SCHEMA:
@@ -151,5 +151,5 @@ def _from_json(content: dict[str, Any]) -> RankTrace:
 
 def _span(kind: str, bucket: int | None, start: int, end: int, update: int, name: str | None) -> Span:
     if kind not in KINDS or not 0 <= start <= end or not (bucket is None or bucket >= 0):
-        raise ValueError(f"span {[kind, bucket, start, end, update, name]}")
+        raise ValueError(f"no such span: {[kind, bucket, start, end, update, name]}")
     return Span(kind, bucket, start / 1e6, end / 1e6, int(update), None if name is None else str(name))
