@@ -157,7 +157,7 @@ def _difference(params: list[torch.Tensor], reference: list[torch.Tensor]) -> fl
 
 def run(given: argparse.Namespace, *, memory_of: str | None = None) -> tuple[list[Any], float | None]:
     """Start the ranks and bring home what they found."""
-    with open_network(given.network, given.ranks) as network:
+    with open_network("loopback" if memory_of else given.network, given.ranks) as network:
         given.out.mkdir(parents=True, exist_ok=True)
         result = given.out / "raw.json"
         ranks = []

@@ -17,6 +17,7 @@ import zerolap
 
 ALONE, REFERENCE = "compute alone", "DDP + fused AdamW"
 LENGTH = 128  # of a sequence
+BFLOAT16 = dict.fromkeys(("reduce_dtype", "gather_dtype"), torch.bfloat16)
 ADAMW = {"lr": 1e-4, "weight_decay": 0.01}
 
 
@@ -198,17 +199,13 @@ class Fsdp2(Entry):
 
 
 class DeepSpeed(Entry):
-    def __init__(self, model: nn.Module, *, stage: int, cap: float = 25) -> None:
+    def __init__(self, model: nn.Module, *, stage: int, cap: float | None = None) -> None:
         import deepspeed
 
+        sizes = {} if cap is None else dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size"), _elements(cap))
         config = {
             "train_micro_batch_size_per_gpu": 1,
-            "zero_optimization": {
-                "stage": stage,
-                "overlap_comm": True,
-                "reduce_bucket_size": int(cap * 2**20 / 4),
-                "allgather_bucket_size": int(cap * 2**20 / 4),
-            },
+            "zero_optimization": {"stage": stage, "overlap_comm": True, **sizes},
             "zero_allow_untested_optimizer": True,
         }
         optimizer = torch.optim.AdamW(model.parameters(), **ADAMW, fused=True)
@@ -224,16 +221,21 @@ class DeepSpeed(Entry):
 
 
 class Fairscale(Entry):
-    def __init__(self, model: nn.Module, *, cap: float = 25) -> None:
+    def __init__(self, model: nn.Module, *, cap: float | None = None) -> None:
         from fairscale.nn.data_parallel import ShardedDataParallel
         from fairscale.optim.oss import OSS
 
         optimizer = OSS(params=model.parameters(), optim=torch.optim.AdamW, **ADAMW, fused=True)
-        super().__init__(ShardedDataParallel(model, optimizer, reduce_buffer_size=int(cap * 2**20 / 4)), optimizer)
+        size = {} if cap is None else {"reduce_buffer_size": _elements(cap)}
+        super().__init__(ShardedDataParallel(model, optimizer, **size), optimizer)
+
+
+def _elements(megabytes: float) -> int:
+    return int(megabytes * 2**20 / 4)
 
 
 def entries(cap: float) -> dict[str, Callable[[nn.Module], Entry]]:
-    """Every way, at the peers' defaults (25 MB) and at ``cap`` MB a bucket."""
+    """Every way, at the peers' defaults and at ``cap`` MB a bucket."""
     made: dict[str, Callable[[nn.Module], Entry]] = {
         ALONE: Alone,
         "DDP + AdamW": Plain,
@@ -251,13 +253,18 @@ def entries(cap: float) -> dict[str, Callable[[nn.Module], Entry]]:
                 model, cap=cap, schedule=s, gather=g
             )
     made["zerolap interleaved eager"] = lambda model: Zerolap(model)
+    made[f"zerolap, bfloat16 on the wire, {cap:g} MB"] = lambda model: Zerolap(
+        model, cap=cap, schedule="after_backward", gather="lazy", master_weights=True, **BFLOAT16
+    )
     made["zerolap auto"] = lambda model: Zerolap(model, schedule="auto")
     if importlib.util.find_spec("deepspeed"):
         warnings.filterwarnings("ignore")
-        made["DeepSpeed ZeRO-1"] = lambda model: DeepSpeed(model, stage=1)
-        made[f"DeepSpeed ZeRO-2, {cap:g} MB"] = lambda model: DeepSpeed(model, stage=2, cap=cap)
+        for stage in (1, 2):
+            made[f"DeepSpeed ZeRO-{stage}"] = lambda model, n=stage: DeepSpeed(model, stage=n)
+            made[f"DeepSpeed ZeRO-{stage}, {cap:g} MB"] = lambda model, n=stage: DeepSpeed(model, stage=n, cap=cap)
     if importlib.util.find_spec("fairscale"):
         made["fairscale OSS + ShardedDDP"] = Fairscale
+        made[f"fairscale OSS + ShardedDDP, {cap:g} MB"] = lambda model: Fairscale(model, cap=cap)
     return made
 
 

@@ -2,8 +2,10 @@
 
     python benchmarks/forecast.py --model lm27 --network 1000 --out results
 
-The measurement is ``zerolap.calibration.measure``: it runs none of the schedules. Step time and exposed time (what is beyond
-forward, backward and update alone) are then forecast for each, and for DDP; errors are relative to what was measured.
+The measurement is ``zerolap.calibration.measure``, which runs none of the schedules. Step time and exposed time (what is beyond
+forward, backward and the update alone) are forecast for each, and for DDP; errors are relative to what was timed. Each round visits
+every way to train, and forward and backward without communication as well: that time takes the place of the measured one, so that a
+machine that is slow for a while is slow for all.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
@@ -23,6 +25,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -33,9 +37,26 @@ from zerolap.calibration import Measured, calibrate, measure
 from zerolap.forecast import Forecast, forecast_all
 from zerolap.machine import Gather, Schedule
 from zerolap.sizing import describe, workload_of
+from zerolap.timing import reduce_nothing
+
+ALONE = "forward and backward"
+
+
+class Computing(Entry):
+    """Forward and backward under a DDP that reduces nothing."""
+
+    def __init__(self, model: nn.Module, cap: float) -> None:
+        ddp = DDP(model, bucket_cap_mb=cap, gradient_as_bucket_view=True)
+        reduce_nothing(ddp, lambda bucket: None)
+        super().__init__(ddp, torch.optim.SGD(ddp.parameters()))
+
+    def step(self, batch: Any) -> None:
+        self.optimizer.zero_grad()
+        self.model(batch).backward()
 
 
 def run_rank(given: argparse.Namespace) -> None:
+    """On one rank: measure, train every way in turns, and let the first rank write what was found."""
     began = time.perf_counter()
     rank = int(os.environ["RANK"])
     torch.set_num_threads(1)
@@ -46,7 +67,6 @@ def run_rank(given: argparse.Namespace) -> None:
     def batch(number: int) -> Any:
         return source.batch(given.batch, torch.Generator().manual_seed(10 * number + rank))
 
-    started = time.perf_counter()
     measured = measure(
         MODELS[given.model](),
         lambda ddp: ddp(batch(0)),
@@ -54,43 +74,49 @@ def run_rank(given: argparse.Namespace) -> None:
         optimizer_options=ADAMW,
         bucket_cap_mb=given.cap,
     )
-    calibration_seconds = time.perf_counter() - started
-    made: dict[str, Entry] = {"DDP": Plain(MODELS[given.model](), cap=given.cap, fused=True, as_view=True)}
+    measuring_seconds = time.perf_counter() - began
+    made: dict[str, Entry] = {
+        ALONE: Computing(MODELS[given.model](), given.cap),
+        "DDP": Plain(MODELS[given.model](), cap=given.cap, fused=True, as_view=True),
+    }
     for schedule in Schedule:
         for gather in Gather:
             made[f"{schedule.value}, {gather.value}"] = Zerolap(
                 MODELS[given.model](), cap=given.cap, schedule=schedule.value, gather=gather.value
             )
     seconds: dict[str, list[float]] = {name: [] for name in made}
-    sent: dict[str, list[int]] = {name: [] for name in made}
-    has_time, round_ = torch.ones(1), 0  # the first round is to warm up
-    while has_time or round_ < 2:
+    sent: dict[str, int] = {}
+    round_, round_seconds, has_time = 0, 0.0, torch.ones(1)
+    while has_time:
+        round_began = time.perf_counter()
         for name, entry in made.items():
-            batches = [batch(step) for step in range(given.steps + 1)]
-            entry.step(batches[0])
+            entry.step(batch(0))
+            if not round_:  # to warm up: DDP finds its buckets
+                entry.step(batch(1))
+                continue
             dist.barrier()
             before = entry.handle.stats().sent_bytes if isinstance(entry, Zerolap) else 0
             moments = [time.perf_counter()]
-            for each in batches[1:]:
-                entry.step(each)
+            for number in range(given.steps):
+                entry.step(batch(number))
                 moments.append(time.perf_counter())
             entry.finish()
             dist.barrier()
-            if round_:
-                seconds[name] += [end - start for start, end in pairwise(moments)]
-                after = entry.handle.stats().sent_bytes if isinstance(entry, Zerolap) else 0
-                sent[name].append((after - before) // given.steps)
+            seconds[name] += [end - start for start, end in pairwise(moments)]
+            if isinstance(entry, Zerolap):
+                sent[name] = (entry.handle.stats().sent_bytes - before) // given.steps
             if rank == 0:
                 print(f"\rround {round_}: {name:30}", end="", file=sys.stderr, flush=True)
-        round_ += 1
-        passed = time.perf_counter() - began
-        has_time.fill_(passed * (round_ + 1) / round_ < given.seconds)
+        now = time.perf_counter()
+        round_seconds = now - round_began
+        has_time.fill_(now - began + round_seconds < given.seconds or round_ == 0)
         dist.broadcast(has_time, src=0)
+        round_ += 1
     mine = {
         "measured": asdict(measured),
-        "calibration_seconds": calibration_seconds,
+        "measuring_seconds": measuring_seconds,
         "seconds": seconds,
-        "sent": {name: counts[-1] for name, counts in sent.items()},
+        "sent": sent,
         "state_bytes": {name: e.handle.stats().state_bytes for name, e in made.items() if isinstance(e, Zerolap)},
     }
     everything: list[Any] = [None] * dist.get_world_size()
@@ -132,10 +158,10 @@ def run(given: argparse.Namespace) -> list[dict[str, Any]]:
 def predict(model: str, measured: Measured) -> list[Forecast]:
     link, compute = calibrate(measured)
     print(
-        f"calibrated: {8e-6 * link.bytes_per_second:.0f} Mbit/s, latency {1e3 * link.latency:.2f} ms, forward "
+        f"Calibrated: {8e-6 * link.bytes_per_second:.0f} Mbit/s, latency {1e3 * link.latency:.2f} ms, forward "
         f"{1e3 * compute.forward:.0f} ms, backward {1e3 * compute.backward:.0f} ms, update "
         f"{1e9 * compute.step_seconds_per_element:.2f} ns an element, {1e6 * compute.host_seconds_per_bucket:.0f} us a bucket, "
-        f"{1e9 * compute.cpu_seconds_per_byte:.2f} ns of CPU a byte"
+        f"{1e9 * compute.cpu_seconds_per_byte:.2f} ns of CPU a byte.\n"
     )
     workload = workload_of(
         describe(MODELS[model]()),
@@ -148,35 +174,42 @@ def predict(model: str, measured: Measured) -> list[Forecast]:
 
 
 def report(model: str, ranks: list[dict[str, Any]]) -> str:
-    raw = ranks[0]["measured"]
-    measured = Measured(**{key: _as_tuple(value) for key, value in raw.items()})
+    measured = Measured(**{key: _as_tuple(value) for key, value in ranks[0]["measured"].items()})
+    scale = _quartiles(ranks, ALONE)[1] / (measured.forward + measured.backward)
+    measured = replace(measured, forward=scale * measured.forward, backward=scale * measured.backward)
     lines = [
         "| way | s/step (quartiles) | forecast | error | exposed s | forecast | bytes as forecast | state as forecast |",
         "|---|---|---|---|---|---|---|---|",
     ]
     errors = []
     for each in predict(model, measured):
-        low, seconds, high = statistics.quantiles(
-            [max(steps) for steps in zip(*(rank["seconds"][each.name] for rank in ranks), strict=True)], n=4
-        )
+        low, seconds, high = _quartiles(ranks, each.name)
         exposed = max(0.0, seconds - each.compute_seconds)
         error = each.step_seconds / seconds - 1
         errors.append(abs(error))
         same = ["", ""]
         if each.schedule is not None:
             same = [
-                str(ranks[0]["sent"][each.name] == each.sent_bytes),
-                str(ranks[0]["state_bytes"][each.name] == each.memory.state + each.memory.masters),
+                "yes" if ranks[0]["sent"][each.name] == each.sent_bytes else "no",
+                "yes" if ranks[0]["state_bytes"][each.name] == each.memory.state + each.memory.masters else "no",
             ]
         lines.append(
             f"| {each.name} | {seconds:.3f} ({low:.3f}-{high:.3f}) | {each.step_seconds:.3f} | {100 * error:+.1f} % | {exposed:.3f} "
             f"| {each.exposed_seconds:.3f} | {same[0]} | {same[1]} |"
         )
-    lines.append("")
-    lines.append(f"largest error of a step {100 * max(errors):.1f} %, mean {100 * statistics.mean(errors):.1f} %; ")
-    lines[-1] += f"the measurement took {ranks[0]['calibration_seconds']:.1f} s, "
-    lines[-1] += f"{len(ranks[0]['seconds']['DDP'])} steps of each were timed"
+    lines += [
+        "",
+        f"Largest error of a step {100 * max(errors):.1f} %, mean {100 * statistics.mean(errors):.1f} %. The measurement took "
+        f"{ranks[0]['measuring_seconds']:.0f} s, {len(ranks[0]['seconds'][ALONE])} steps of each way were timed; forward and backward "
+        f"took {scale:.2f} of what was measured at first.",
+    ]
     return "\n".join(lines) + "\n"
+
+
+def _quartiles(ranks: list[dict[str, Any]], name: str) -> list[float]:
+    """Of the slowest rank's steps: the others wait for it."""
+    steps = [max(taken) for taken in zip(*(rank["seconds"][name] for rank in ranks), strict=True)]
+    return statistics.quantiles(steps, n=4, method="inclusive") if len(steps) > 1 else steps * 3
 
 
 def _as_tuple(value: Any) -> Any:
@@ -192,16 +225,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=120, help="for all of it, but one round at least")
     parser.add_argument("--steps", type=int, default=3, help="timed, per visit")
     parser.add_argument("--out", type=Path, default=Path("benchmark-results"))
-    parser.add_argument("--again", type=Path, help="forecast again from what an earlier run has written")
+    parser.add_argument("--again", type=Path, help="only report on what an earlier run has written")
     given = parser.parse_args()
     if "RESULT" in os.environ:
         run_rank(given)
         return
     ranks = json.loads(given.again.read_text()) if given.again else run(given)
     print(file=sys.stderr)
-    print(
-        f"{given.model}, batch {given.batch}, 2 ranks, network {given.network}, {given.rounds} rounds of {given.steps} steps\n"
-    )
+    print(f"{given.model}, batch {given.batch}, 2 ranks, network {given.network}, {given.cap:g} MB a bucket.\n")
     print(report(given.model, ranks))
 
 

@@ -34,7 +34,7 @@ MAIN = (
 )
 BATCHES_AND_NETWORKS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "27M LM, 1 Gbit/s, the wire dominates": (
-        ["--model", "lm27", "--network", "1000", "--batch", "1", "--rounds", "2"],
+        ["--model", "lm27", "--network", "1000", "--batch", "1", "--rounds", "3", "--memory"],
         ALL,
     ),
     "27M LM, 1 Gbit/s, wire and compute about equal": (
@@ -42,7 +42,7 @@ BATCHES_AND_NETWORKS: dict[str, tuple[list[str], tuple[str, ...]]] = {
         MAIN,
     ),
     "27M LM, loopback": (
-        ["--model", "lm27", "--network", "loopback", "--batch", "1", "--rounds", "4"],
+        ["--model", "lm27", "--network", "loopback", "--batch", "1", "--rounds", "5", "--cap", "25"],
         MAIN,
     ),
     "5M LM, 100 Mbit/s": (
@@ -54,7 +54,7 @@ BATCHES_AND_NETWORKS: dict[str, tuple[list[str], tuple[str, ...]]] = {
         MAIN,
     ),
     "5M LM, loopback": (
-        ["--model", "lm5", "--network", "loopback", "--batch", "1", "--rounds", "9"],
+        ["--model", "lm5", "--network", "loopback", "--batch", "1", "--rounds", "9", "--cap", "25"],
         MAIN,
     ),
     "110M LM, 1 Gbit/s": (

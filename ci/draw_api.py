@@ -53,7 +53,7 @@ may change in any version, and so may the words of a message; the types of excep
 * **Versions** are `major.minor.patch`, one for all packages. A patch changes nothing on this page, a minor version adds to it, a
   major version may take away. Before 1.0 a minor version may take away, too, but by the next rule only.
 * **Deprecation.** What will go, or will mean something else, works as before for at least two minor versions, with a
-  `DeprecationWarning` that says what to use instead and an entry in [CHANGELOG.md](../CHANGELOG.md).
+  `DeprecationWarning` that says what to use instead and an entry in [CHANGELOG.md](changelog.md).
 * **Checkpoints** are read by every later version of the same major version, and of the next.
 """
 

@@ -26,7 +26,7 @@ def test_core_names_no_backend_and_no_device() -> None:
 
 
 def test_what_decides_and_what_forecasts_needs_no_torch() -> None:
-    for name in ("machine", "plan", "workload", "clock", "forecast"):
+    for name in ("machine", "plan", "workload", "clock", "simulated", "forecast"):
         source = (Path(zerolap.__file__).parent / f"{name}.py").read_text()
         assert not re.search(r"^(import|from) torch", source, re.MULTILINE)
 

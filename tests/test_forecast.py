@@ -87,6 +87,13 @@ def test_with_a_second_core_updates_inside_backward_are_hidden_but_the_last() ->
     assert seconds(workload, Schedule.ON_STEP, Gather.EAGER, compute=compute) == pytest.approx(6.1 + 6 * last, rel=1e-9)
 
 
+def test_what_costs_nothing_takes_no_time() -> None:
+    for size in (1, 4):
+        found = forecast_all(layers(3), world_size=size, link=Link(bytes_per_second=math.inf), compute=IDLE)
+        assert [each.step_seconds for each in found] == [0.0] * 7
+        assert recommend(found).best.schedule is Schedule.INTERLEAVED
+
+
 @pytest.mark.parametrize("num_layers", [1, 5])
 def test_latency_alone_is_that_of_a_reduction_and_a_gather(num_layers: int) -> None:
     compute, workload = Compute(forward=1.0, backward=2.0), layers(num_layers)
@@ -128,6 +135,17 @@ def test_a_lazy_gather_is_hidden_behind_the_next_forward() -> None:
     # All but what the first layer waits for; and the last reduction, which nothing can hide.
     assert eager == pytest.approx(2 + gathering / 8 + gathering, rel=1e-9)
     assert lazy == pytest.approx(2 + gathering / 8 + gathering / 8, rel=1e-9)
+
+
+def test_numbers_that_cannot_be_are_refused() -> None:
+    for wrong in ({"bytes_per_second": 0}, {"bytes_per_second": 1, "latency": -1}, {"bytes_per_second": math.nan}):
+        with pytest.raises(ValueError, match="a link has a rate"):
+            Link(**wrong)
+    for wrong in ({"forward": -1, "backward": 0}, {"forward": 0, "backward": 0, "cores": 0}):
+        with pytest.raises(ValueError, match="computing has cores"):
+            Compute(**wrong)
+    with pytest.raises(ValueError, match="world_size and cut must be at least 1"):
+        forecast_ddp(layers(1), world_size=0, link=Link(bytes_per_second=1), compute=IDLE)
 
 
 # --- monotony ---------------------------------------------------------------------------------------------------------

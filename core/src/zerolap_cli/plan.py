@@ -237,9 +237,9 @@ def show(planned: Planned, console: Console) -> None:
         table.add_row(
             f"[bold]{each.name}[/bold]" if each is advice.best else each.name,
             f"{_si(each.step_seconds)}s",
-            f"{each.step_seconds / ddp.step_seconds:.2f}",
+            f"{each.step_seconds / (ddp.step_seconds or 1):.2f}",
             f"{_si(each.exposed_seconds)}s",
-            f"{100 * each.wire_seconds / each.step_seconds:.0f} %",
+            f"{100 * each.wire_seconds / (each.step_seconds or 1):.0f} %",
             f"{_si(each.sent_bytes)}B",
         )
     console.print(table)
