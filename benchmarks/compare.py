@@ -16,7 +16,6 @@ import os
 import platform
 import resource
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -160,28 +159,8 @@ def run(given: argparse.Namespace, *, memory_of: str | None = None) -> tuple[lis
     with open_network("loopback" if memory_of else given.network, given.ranks) as network:
         given.out.mkdir(parents=True, exist_ok=True)
         result = given.out / "raw.json"
-        ranks = []
-        for rank in range(given.ranks):
-            environment = {
-                **os.environ,
-                "RANK": str(rank),
-                "WORLD_SIZE": str(given.ranks),
-                "LOCAL_RANK": str(rank),
-                "MASTER_ADDR": network.address,
-                "MASTER_PORT": str(20_000 + os.getpid() % 20_000),
-                "GLOO_SOCKET_IFNAME": network.interfaces[rank],
-                "OMP_NUM_THREADS": "1",
-                "RESULT": str(result),
-                **({"MEMORY_OF": memory_of} if memory_of else {}),
-            }
-            ranks.append(subprocess.Popen(network.command(rank, Path(__file__), *_arguments(given)), env=environment))
-        try:
-            codes = [rank.wait(timeout=3600) for rank in ranks]
-        finally:
-            for process in ranks:
-                process.kill()
-        if any(codes):
-            sys.exit(f"ranks ended with {codes}")
+        environment = {"RESULT": str(result), **({"MEMORY_OF": memory_of} if memory_of else {})}
+        network.run(__file__, _arguments(given), seconds=3600, **environment)
         return json.loads(result.read_text()), network.bytes_per_second
 
 

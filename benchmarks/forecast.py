@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from dataclasses import asdict, replace
@@ -131,26 +130,7 @@ def run(given: argparse.Namespace) -> list[dict[str, Any]]:
     with open_network(given.network, 2) as network:
         given.out.mkdir(parents=True, exist_ok=True)
         result = given.out / f"forecast-{given.model}-{given.network}.json"
-        ranks = []
-        for rank in range(2):
-            environment = {
-                **os.environ,
-                "RANK": str(rank),
-                "WORLD_SIZE": "2",
-                "MASTER_ADDR": network.address,
-                "MASTER_PORT": str(20_000 + os.getpid() % 20_000),
-                "GLOO_SOCKET_IFNAME": network.interfaces[rank],
-                "OMP_NUM_THREADS": "1",
-                "RESULT": str(result),
-            }
-            ranks.append(subprocess.Popen(network.command(rank, Path(__file__), *sys.argv[1:]), env=environment))
-        try:
-            codes = [rank.wait(timeout=1200) for rank in ranks]
-        finally:
-            for process in ranks:
-                process.kill()
-        if any(codes):
-            sys.exit(f"ranks ended with {codes}")
+        network.run(__file__, sys.argv[1:], seconds=1200, RESULT=str(result))
         found: list[dict[str, Any]] = json.loads(result.read_text())
         return found
 

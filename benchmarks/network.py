@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +28,27 @@ class Network:
     address: str
     bytes_per_second: float | None  # in each direction; None: not limited
 
-    def command(self, rank: int, script: Path, *arguments: str) -> list[str]:
-        return [*self.prefixes[rank], sys.executable, str(script), *arguments]
+    def run(self, script: str, arguments: list[str], *, seconds: float, **environment: str) -> None:
+        """Run a script as every rank, each told who it is as torchrun would, and end with an error if one does."""
+        shared = {
+            **os.environ,
+            "WORLD_SIZE": str(len(self.prefixes)),
+            "MASTER_ADDR": self.address,
+            "MASTER_PORT": str(20_000 + os.getpid() % 20_000),
+            "OMP_NUM_THREADS": "1",
+            **environment,
+        }
+        ranks = []
+        try:
+            for rank, (prefix, interface) in enumerate(zip(self.prefixes, self.interfaces, strict=True)):
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": interface}
+                ranks.append(subprocess.Popen([*prefix, sys.executable, script, *arguments], env=shared | own))
+            codes = [rank.wait(timeout=seconds) for rank in ranks]
+        finally:
+            for process in ranks:
+                process.kill()
+        if any(codes):
+            sys.exit(f"ranks ended with {codes}")
 
 
 def _ip(*arguments: str) -> None:
