@@ -130,18 +130,20 @@ def run(given: argparse.Namespace) -> list[dict[str, Any]]:
     with open_network(given.network, 2) as network:
         given.out.mkdir(parents=True, exist_ok=True)
         result = given.out / f"forecast-{given.model}-{given.network}.json"
-        network.run(__file__, sys.argv[1:], seconds=1200, RESULT=str(result))
+        names = ("model", "network", "batch", "cap", "seconds", "steps")
+        arguments = [part for name in names for part in (f"--{name}", str(getattr(given, name)))]
+        network.run(__file__, arguments, seconds=1200, RESULT=str(result))
         found: list[dict[str, Any]] = json.loads(result.read_text())
         return found
 
 
-def predict(model: str, measured: Measured) -> list[Forecast]:
+def predict(model: str, measured: Measured) -> tuple[list[Forecast], str]:
     link, compute = calibrate(measured)
-    print(
+    calibrated = (
         f"Calibrated: {8e-6 * link.bytes_per_second:.0f} Mbit/s, latency {1e3 * link.latency:.2f} ms, forward "
         f"{1e3 * compute.forward:.0f} ms, backward {1e3 * compute.backward:.0f} ms, update "
         f"{1e9 * compute.step_seconds_per_element:.2f} ns an element, {1e6 * compute.host_seconds_per_bucket:.0f} us a bucket, "
-        f"{1e9 * compute.cpu_seconds_per_byte:.2f} ns of CPU a byte.\n"
+        f"{1e9 * compute.cpu_seconds_per_byte:.2f} ns of CPU a byte."
     )
     workload = workload_of(
         describe(MODELS[model]()),
@@ -150,19 +152,22 @@ def predict(model: str, measured: Measured) -> list[Forecast]:
         exact_cut=64,
         measured=measured,
     )
-    return forecast_all(workload, world_size=2, link=link, compute=compute)
+    return forecast_all(workload, world_size=2, link=link, compute=compute), calibrated
 
 
 def report(model: str, ranks: list[dict[str, Any]]) -> str:
     measured = Measured(**{key: _as_tuple(value) for key, value in ranks[0]["measured"].items()})
     scale = _quartiles(ranks, ALONE)[1] / (measured.forward + measured.backward)
     measured = replace(measured, forward=scale * measured.forward, backward=scale * measured.backward)
+    forecasts, calibrated = predict(model, measured)
     lines = [
+        calibrated,
+        "",
         "| way | s/step (quartiles) | forecast | error | exposed s | forecast | bytes as forecast | state as forecast |",
         "|---|---|---|---|---|---|---|---|",
     ]
     errors = []
-    for each in predict(model, measured):
+    for each in forecasts:
         low, seconds, high = _quartiles(ranks, each.name)
         exposed = max(0.0, seconds - each.compute_seconds)
         error = each.step_seconds / seconds - 1
@@ -196,7 +201,14 @@ def _as_tuple(value: Any) -> Any:
     return tuple(_as_tuple(each) for each in value) if isinstance(value, list) else value
 
 
-def main() -> None:
+def measure_and_report(given: argparse.Namespace) -> str:
+    """Everything, as Markdown."""
+    ranks = json.loads(given.again.read_text()) if given.again else run(given)
+    setting = f"{given.model}, batch {given.batch}, 2 ranks, network {given.network}, {given.cap:g} MB a bucket."
+    return f"{setting} {report(given.model, ranks)}"
+
+
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=list(MODELS), default="lm5")
     parser.add_argument("--network", default="loopback", help="loopback, or Mbit/s, as in 1000 or 200+5ms (needs root)")
@@ -206,14 +218,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="timed, per visit")
     parser.add_argument("--out", type=Path, default=Path("benchmark-results"))
     parser.add_argument("--again", type=Path, help="only report on what an earlier run has written")
-    given = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    given = make_parser().parse_args()
     if "RESULT" in os.environ:
         run_rank(given)
         return
-    ranks = json.loads(given.again.read_text()) if given.again else run(given)
+    text = measure_and_report(given)
     print(file=sys.stderr)
-    print(f"{given.model}, batch {given.batch}, 2 ranks, network {given.network}, {given.cap:g} MB a bucket.\n")
-    print(report(given.model, ranks))
+    print(text)
 
 
 if __name__ == "__main__":

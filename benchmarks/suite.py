@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import compare
 import cost
+import forecast
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
@@ -71,6 +72,13 @@ BATCHES_AND_NETWORKS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     ),
 }
 
+FORECASTS: dict[str, list[str]] = {
+    "Forecast of the 27M LM, 1 Gbit/s": ["--model", "lm27", "--network", "1000", "--seconds", "240"],
+    "Forecast of the 5M LM, 100 Mbit/s": ["--model", "lm5", "--network", "100", "--seconds", "180"],
+    "Forecast of the 5M LM, 200 Mbit/s with 5 ms delay": ["--model", "lm5", "--network", "200+5ms", "--seconds", "180"],
+    "Forecast of the 5M LM, loopback": ["--model", "lm5", "--network", "loopback", "--seconds", "120"],
+}
+
 
 def draw(found: dict[str, Any], path: Path) -> None:
     """A bar for every entry, the spread of its rounds, and the bound."""
@@ -113,6 +121,7 @@ def write_page(path: Path) -> None:
         parts.append(
             f"## Cost of a unit\n\n`python benchmarks/cost.py`\n\n![Cost of a unit](results/cost.svg)\n\n{table}"
         )
+    parts += [file.read_text().rstrip() for file in sorted(RESULTS.glob("forecast-*.md"))]
     path.write_text("\n\n".join(parts) + "\n")
 
 
@@ -126,8 +135,12 @@ def main() -> None:
     parser.add_argument("--page", action="store_true", help="only write the page anew, from what is stored")
     asked = parser.parse_args()
     RESULTS.mkdir(exist_ok=True)
+
+    def is_asked(title: str) -> bool:
+        return not asked.page and (not asked.setting or any(part in title for part in asked.setting))
+
     for title, (options, only) in BATCHES_AND_NETWORKS.items():
-        if asked.page or (asked.setting and not any(part in title for part in asked.setting)):
+        if not is_asked(title):
             continue
         options = [*options, *(part for name in only for part in ("--only", name))]
         given = compare.parser().parse_args([*options, "--out", str(RESULTS / "raw")])
@@ -142,6 +155,15 @@ def main() -> None:
         draw(found, RESULTS / f"{name_of(title)}.svg")
         print(f"\n{title}\n\n{compare.to_markdown(found['rows'])}", flush=True)
         write_page(HERE / "RESULTS.md")
+    for title, options in FORECASTS.items():
+        if is_asked(title):
+            given = forecast.make_parser().parse_args([*options, "--out", str(RESULTS / "raw")])
+            text = (
+                f"## {title}\n\n{datetime.date.today().isoformat()}, {compare.machine()}.\n\n"
+                f"`python benchmarks/forecast.py {' '.join(options)}`\n\n{forecast.measure_and_report(given)}"
+            )
+            (RESULTS / f"{name_of(title)}.md").write_text(text)
+            print(f"\n{text}", flush=True)
     write_page(HERE / "RESULTS.md")
 
 

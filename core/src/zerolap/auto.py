@@ -2,7 +2,7 @@
 
 What is tried are real iterations, and whatever the way, their updates are the same. The tuner acts before a forward, when the
 iteration before it is over, and so at the same point of training on all ranks. They compare what they measured, and the slowest
-rank's time counts for all.
+rank's time counts for all. Which other bucket size is worth a try is forecast from a trace of some iterations.
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zerolap.adapter import Adapter
 from zerolap.exchange import all_gather_json
+from zerolap.foresight import Profile, agree, profile, seconds_by_size
 from zerolap.logs import logger_of
 from zerolap.machine import Gather, Schedule
 from zerolap.native import NativeEngine
+from zerolap.taking import take
 from zerolap.tracing import Moment
+from zerolap_timeline.record import Span
 
 logger = logger_of(__name__)
 
@@ -33,7 +36,10 @@ _NUM_MEASURED = 3  # iterations of a visit, behind one to get going
 _NUM_TO_SETTLE = 3  # iterations until DDP has rebuilt new buckets and states have moved
 _WORTH_A_CHANGE = 0.01
 _WORTH_ANOTHER_LOOK = 1.1
-_OTHER_BUCKET_MB = (25.0, 5.0)  # DDP's default, and what suits slow networks
+_NUM_TRACED = 3
+_WORTH_A_TRY = 1.05  # of the forecast for the size at hand: forecasts err by some percent
+_OTHER_BUCKET_MB = (100.0, 50.0, 25.0, 10.0, 5.0, 2.5, 1.0)
+_FIRST_GUESSES_MB = (25.0, 5.0)  # where there is no forecast: DDP's default, and what suits slow networks
 _FIRST_BUCKET_MB = 1.0  # as DDP's own: what is ready first should not wait for more
 
 
@@ -54,6 +60,7 @@ class Iterations(NamedTuple):
     how_many: int  # one, unless the model was called in other ways in between
 
 
+_Way = tuple[Schedule, Gather]
 _Script = Generator[None, Iterations, None]  # runs on from the end of an iteration to that of the next
 
 
@@ -79,12 +86,10 @@ class Tuner:
         self._taken: dict[Choice, list[Iterations]] = {}
         self._num_updates = 0
         self._last: Moment = adapter.moment()
-        sizes = [ddp.bucket_bytes_cap / _MB]
-        if _can_rebucket(ddp):
-            sizes += [size for size in _OTHER_BUCKET_MB if not 0.5 < size / sizes[0] < 2]
-        self._sizes = sizes
         self._ways = [(schedule, gather) for gather in gathers for schedule in schedules]
-        self.choice = Choice(*self._ways[0], sizes[0])
+        self.choice = Choice(*self._ways[0], ddp.bucket_bytes_cap / _MB)
+        self._seconds: dict[Choice, float] = {}
+        self._foreseen: dict[float, float] = {}
         self._may_be_lazy = Gather.LAZY in gathers
         self._is_compiled = False
         self._script: _Script | None = self._run()
@@ -99,6 +104,8 @@ class Tuner:
     def close(self) -> None:
         """Stay with what is in use."""
         self._hook.remove()
+        if self._script is not None:
+            self._script.close()
         self._script = None
         self._engine.is_tuning = False
 
@@ -126,24 +133,63 @@ class Tuner:
         ways = self._ways
         if any(self._tell_all(self._is_compiled, "whether forward is compiled")):
             ways = [way for way in ways if way[1] is Gather.EAGER]  # what is compiled cannot wait for a parameter
-        for size in self._sizes:
+        ways = yield from self._try(ways)
+        for size in (yield from self._other_sizes(ways)):
             yield from self._settle(size)
-            for _ in range(_NUM_VISITS):
-                for way in ways:
-                    self._use(Choice(*way, size))
-                    yield
-                    for _ in range(_NUM_MEASURED):
-                        self._taken.setdefault(self.choice, []).append((yield))
-            seconds = self._compare()
-            here = {way: seconds[Choice(*way, size)] for way in ways}
-            ways = [way for way in ways if here[way] < _WORTH_ANOTHER_LOOK * min(here.values())]
+            ways = yield from self._try(ways)
+        seconds = self._seconds
         best = min(seconds.values())
         chosen = next(choice for choice, taken in seconds.items() if taken <= best * (1 + _WORTH_A_CHANGE))
         yield from self._settle(chosen.bucket_mb)
         self._use(chosen)
         if self._group.rank() == 0:
             tried = "; ".join(f"{choice}: {taken * 1e3:.1f} ms" for choice, taken in seconds.items())
-            logger.info("auto has chosen %s, by the time of an iteration: %s", chosen, tried)
+            foreseen = ", ".join(f"{size:g} MB {taken * 1e3:.1f}" for size, taken in self._foreseen.items())
+            logger.info(
+                "auto has chosen %s, by the time of an iteration: %s%s",
+                chosen,
+                tried,
+                foreseen and f"; foreseen milliseconds by bucket size: {foreseen}",
+            )
+
+    def _try(self, ways: list[_Way]) -> Generator[None, Iterations, list[_Way]]:
+        """Measure these ways with the buckets at hand; returns those that may be the best with others, too."""
+        size = self.choice.bucket_mb
+        for _ in range(_NUM_VISITS):
+            for way in ways:
+                self._use(Choice(*way, size))
+                yield
+                for _ in range(_NUM_MEASURED):
+                    self._taken.setdefault(self.choice, []).append((yield))
+        self._seconds = self._compare()
+        here = {way: self._seconds[Choice(*way, size)] for way in ways}
+        return [way for way in ways if here[way] < _WORTH_ANOTHER_LOOK * min(here.values())]
+
+    def _other_sizes(self, ways: list[_Way]) -> Generator[None, Iterations, list[float]]:
+        """Which bucket sizes to try besides the one at hand: the one with the best forecast, if it may be worth it."""
+        if not _can_rebucket(self._ddp):
+            return []
+        here, engine = self.choice.bucket_mb, self._engine
+        self._use(Choice(*ways[0], here))
+        spans: list[Span] = []
+        if engine.watch.trace is None:  # or else somebody takes a trace of their own
+            with take(engine, ranks=(), module=self._ddp.module, path=None) as trace:
+                for _ in range(_NUM_TRACED):
+                    yield
+            spans = trace.spans
+        else:
+            for _ in range(_NUM_TRACED):
+                yield
+        workload, num_ranks = engine.workload(), self._group.size()
+        profiles = self._tell_all(profile(spans, workload, world_size=num_ranks), "what an iteration is made of")
+        others = [size for size in _OTHER_BUCKET_MB if not 0.5 < size / here < 2]
+        if any(each is None for each in profiles):
+            return [size for size in others if size in _FIRST_GUESSES_MB]
+        agreed = agree([Profile(*each) for each in profiles])
+        self._foreseen = seconds_by_size(agreed, workload, [here, *others], ways=ways, world_size=num_ranks)
+        forecasts = [(seconds, size) for size, seconds in self._foreseen.items() if size != here]
+        most = _WORTH_A_TRY * self._foreseen.get(here, float("inf"))
+        return [size for seconds, size in sorted(forecasts)[:1] if seconds < most]
 
     def _settle(self, bucket_mb: float) -> _Script:
         if bucket_mb != self.choice.bucket_mb:

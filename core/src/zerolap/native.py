@@ -20,8 +20,9 @@ from zerolap.engine import Arrival, Engine, Installed, Recorded, Reduction
 from zerolap.machine import Phase
 from zerolap.parts import Parts
 from zerolap.pending import Pending
-from zerolap.plan import EqualRanges, Layout, Piece, Plan, Policy, make_plan
+from zerolap.plan import EqualRanges, Layout, Piece, Plan, Policy, Slot, make_plan
 from zerolap.shards import BucketShard, FlatParams, GradSlot, ShardBook, stand_in_for
+from zerolap.workload import Param, Workload
 
 SEARCH = "search for gradients that are not finite"
 
@@ -135,6 +136,23 @@ class NativeEngine(Engine):
     def gradient_bytes(self) -> int:
         """Of memory that is kept for reduced gradients."""
         return sum(memory.nbytes for memory in self._memory.values())
+
+    def workload(self) -> Workload:
+        """What is trained, in the buckets at hand, for forecasts; when it is used and ready is not known here."""
+        params: list[Param] = []
+        layout: list[tuple[Slot, ...]] = []
+        for recorded in self._layout:
+            layout.append(tuple(Slot(len(params) + i, param.numel()) for i, param in enumerate(recorded.params)))
+            params += [
+                Param(param.numel(), dtype=str(param.dtype), itemsize=param.itemsize) for param in recorded.params
+            ]
+        reduced_as, gathered_as = self._precision.reduce_dtype, self._precision.gather_dtype
+        return Workload(
+            params=tuple(params),
+            layout=tuple(layout),
+            reduce_itemsize=reduced_as.itemsize if reduced_as else None,
+            gather_itemsize=gathered_as.itemsize if gathered_as else None,
+        )
 
     def _make_plan(self, layout: Layout) -> Plan:
         known = {tuple(slot.param for slot in bucket) for bucket in layout}
