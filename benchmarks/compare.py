@@ -41,6 +41,11 @@ def _peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def _held_bytes() -> int:
+    """The memory this process has now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
 def _chosen(given: argparse.Namespace) -> dict[str, Callable[[torch.nn.Module], Entry]]:
     every = entries(given.cap)
     return {
@@ -75,16 +80,16 @@ def run_rank(given: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def _memory_of(name: str, given: argparse.Namespace, source: Any) -> int:
-    """What one entry needs beyond the process and the model, in a process of its own."""
+def _memory_of(name: str, given: argparse.Namespace, source: Any) -> tuple[int, int]:
+    """What one entry needs beyond the process and the model, in a process of its own: at most, and in the end."""
     torch.manual_seed(0)
     model = MODELS[given.model]()
     before = _peak_bytes()
     entry = _chosen(given)[name](model)
-    for batch in _batches(given, source, 0, 4):
+    for batch in _batches(given, source, 0, 6):
         entry.step(batch)
     entry.finish()
-    return _peak_bytes() - before
+    return _peak_bytes() - before, _held_bytes() - before
 
 
 def _times(given: argparse.Namespace, source: Any) -> dict[str, Any]:
@@ -170,7 +175,7 @@ def _arguments(given: argparse.Namespace) -> list[str]:
     return arguments + [part for name in given.only or () for part in ("--only", name)]
 
 
-def rows_of(ranks: list[dict[str, Any]], rate: float | None, memory: dict[str, int]) -> list[dict[str, Any]]:
+def rows_of(ranks: list[dict[str, Any]], rate: float | None, memory: dict[str, list[int]]) -> list[dict[str, Any]]:
     def of(name: str, key: str) -> Any:
         return max(rank[name][key] for rank in ranks)
 
@@ -196,7 +201,8 @@ def rows_of(ranks: list[dict[str, Any]], rate: float | None, memory: dict[str, i
                 "sent_mb": of(name, "sent") / 1e6,
                 "wire_mb": of(name, "wire") / 1e6,
                 "state_mb": of(name, "state_bytes") / 1e6,
-                "peak_mb": memory[name] / 1e6 if name in memory else None,
+                "peak_mb": memory[name][0] / 1e6 if name in memory else None,
+                "held_mb": memory[name][1] / 1e6 if name in memory else None,
                 "difference": of(name, "difference"),
                 "note": ranks[0][name]["note"],
             }
@@ -214,6 +220,7 @@ def to_markdown(rows: list[dict[str, Any]]) -> str:
         "of its bound",
         "MB sent",
         "state MB",
+        "held MB",
         "peak MB",
         "differs from DDP by",
     )
@@ -229,7 +236,7 @@ def to_markdown(rows: list[dict[str, Any]]) -> str:
             f"{row['bound_ratio']:.2f} {row['bound']}",
             f"{row['sent_mb']:.1f}",
             f"{row['state_mb']:.1f}",
-            "-" if row["peak_mb"] is None else f"{row['peak_mb']:.0f}",
+            *("-" if row[kind] is None else f"{row[kind]:.0f}" for kind in ("held_mb", "peak_mb")),
             f"{row['difference']:.2g}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
@@ -241,7 +248,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     ranks, rate = run(given)
     memory = {}
     for name in ranks[0] if given.memory else ():
-        memory[name] = max(run(given, memory_of=name)[0])
+        memory[name] = [max(of_ranks) for of_ranks in zip(*run(given, memory_of=name)[0], strict=True)]
     setting = (
         f"{given.model}, batch {given.batch}, {given.ranks} ranks, network {given.network}, {given.rounds} rounds of "
         f"{given.steps} steps"

@@ -46,20 +46,16 @@ BATCHES_AND_NETWORKS: dict[str, tuple[list[str], tuple[str, ...]]] = {
         ["--model", "lm27", "--network", "loopback", "--batch", "1", "--rounds", "5", "--cap", "25"],
         MAIN,
     ),
-    "5M LM, 100 Mbit/s": (
-        ["--model", "lm5", "--network", "100", "--batch", "1", "--rounds", "3"],
-        MAIN,
-    ),
     "5M LM, 200 Mbit/s with 5 ms delay": (
-        ["--model", "lm5", "--network", "200+5ms", "--batch", "1", "--rounds", "3"],
-        MAIN,
+        ["--model", "lm5", "--network", "200+5ms", "--batch", "1", "--rounds", "2"],
+        ("fused AdamW, ", "FSDP2, not", "zerolap interleaved", "zerolap after_backward lazy", "zerolap auto"),
     ),
     "5M LM, loopback": (
         ["--model", "lm5", "--network", "loopback", "--batch", "1", "--rounds", "9", "--cap", "25"],
         MAIN,
     ),
     "110M LM, 1 Gbit/s": (
-        ["--model", "lm110", "--network", "1000", "--batch", "1", "--rounds", "2", "--steps", "5"],
+        ["--model", "lm110", "--network", "1000", "--batch", "1", "--rounds", "2", "--steps", "4"],
         ("fused AdamW", "FSDP2, not", "zerolap interleaved"),
     ),
     "3000 small tensors, 100 Mbit/s": (
@@ -74,7 +70,6 @@ BATCHES_AND_NETWORKS: dict[str, tuple[list[str], tuple[str, ...]]] = {
 
 FORECASTS: dict[str, list[str]] = {
     "Forecast of the 27M LM, 1 Gbit/s": ["--model", "lm27", "--network", "1000", "--seconds", "240"],
-    "Forecast of the 5M LM, 100 Mbit/s": ["--model", "lm5", "--network", "100", "--seconds", "180"],
     "Forecast of the 5M LM, 200 Mbit/s with 5 ms delay": ["--model", "lm5", "--network", "200+5ms", "--seconds", "180"],
     "Forecast of the 5M LM, loopback": ["--model", "lm5", "--network", "loopback", "--seconds", "120"],
 }

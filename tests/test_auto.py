@@ -85,7 +85,7 @@ def test_every_try_is_an_update_like_any_other(
     assert f"auto has chosen {schedule} {gather}" in line
     assert 1 <= line.count(" ms") <= num_choices
     may_rebucket = not ddp_options.keys() & {"static_graph", "bucket_cap_mb_list"}
-    assert ("foreseen milliseconds by bucket size: 0.02 MB" in line) == may_rebucket
+    assert ("foreseen milliseconds by bucket size: " in line) == may_rebucket
     if "nonfinite" in options:
         assert schedule == "after_backward"
     if "gather" in options:

@@ -61,13 +61,13 @@ def test_the_slowest_rank_and_the_fastest_link_count() -> None:
     assert agree([fast, slow]) == slow._replace(bytes_per_second=2e8)
 
 
-def test_a_slow_link_asks_for_smaller_buckets_and_latency_for_larger_ones() -> None:
+def test_a_slow_link_asks_for_smaller_buckets_and_many_tiny_ones_cost_more() -> None:
     workload = _workload(100, 25)
     even = Profile(0.2, 0.4, [0.25, 0.5, 0.75, 1.0], 1e-10, 2e8, 0.0)
     slow = seconds_by_size(even, workload, [50.0, 25.0, 5.0], ways=WAYS, world_size=2)
     assert slow[5.0] < slow[25.0] < slow[50.0]
-    far = seconds_by_size(even._replace(latency=0.05), workload, [50.0, 5.0, 1.0], ways=WAYS, world_size=2)
-    assert far[50.0] < far[1.0]
+    fast = seconds_by_size(even._replace(bytes_per_second=1e11), workload, [25.0, 1.0], ways=WAYS, world_size=2)
+    assert fast[25.0] < fast[1.0]
 
 
 def test_sizes_that_make_too_many_buckets_are_left_out() -> None:

@@ -160,6 +160,9 @@ class Adapter:
         """Memory that is kept here between collectives, for what is received."""
         return 0
 
+    def release_memory(self) -> None:
+        """Give memory that was freed back to whoever had it, if the device's allocator keeps much of it. Called seldom."""
+
     def close_group(self, group: dist.ProcessGroup) -> None:
         """Give up what ``open_group`` has taken beyond the group object itself."""
 

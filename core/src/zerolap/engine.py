@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
 from typing import Any, Protocol, TypeVar
@@ -43,10 +43,13 @@ from zerolap.shards import (
     options_of,
     stand_in_for,
 )
-from zerolap.states import strides_in_bucket
+from zerolap.states import by_param, strides_in_bucket
 from zerolap.watch import IN_CHECK, IN_STEP, Watch
 
 T = TypeVar("T")
+
+_NO_BUFFER = torch.empty(0)  # that is no bucket's
+_NUM_MOVES = 8  # when buckets change, states go to their new owners in so many portions
 
 # A collective's own timeout says more than ours, so it gets this much longer to speak first.
 _GRACE_SECONDS = 5.0
@@ -63,7 +66,7 @@ class Reduction(Protocol):
 class Recorded:
     """What DDP's bucket holds of the optimizer's parameters, and where their gradients start in it."""
 
-    # Kept, so that no other bucket can ever get its identity: the same buffer means the same bucket.
+    # Kept while DDP has it, so that no other bucket can ever get its identity: the same buffer means the same bucket.
     buffer: Tensor
     indices: tuple[int, ...]
     params: tuple[Tensor, ...]
@@ -332,6 +335,7 @@ class Engine(ABC):
     def _record(self, bucket: GradBucket) -> None:
         if bucket.index() == 0:
             self._recording = []
+            self._forget_buffers()
             self._index_of = {param: index for index, param in enumerate(self._book.params)}
         buffer = bucket.buffer()
         if buffer.layout is not torch.strided:
@@ -344,6 +348,11 @@ class Engine(ABC):
         ]
         indices, params, offsets = zip(*held, strict=True) if held else ((), (), ())
         self._recording.append(Recorded(buffer=buffer, indices=indices, params=params, offsets=offsets))
+
+    def _forget_buffers(self) -> None:
+        """DDP has other buckets now; those it had shall not be held beside them."""
+        self._layout = [replace(recorded, buffer=_NO_BUFFER) for recorded in self._layout]
+        self._adapter.release_memory()
 
     def _arrive(self, index: int, bucket: GradBucket) -> Arrival:
         if index == 0:
@@ -574,38 +583,56 @@ class Engine(ABC):
         book = self._book
         params = book.params
         routes: dict[int, list[tuple[int, int, GroupRank]]] = {}
+        params_of: list[set[int]] = []
         for planned in self._plan.buckets:
+            params_of.append(set())
             for owner, pieces in planned.segments():
                 for param, start, stop in pieces:
                     routes.setdefault(param, []).append((start, stop, owner))
+                    params_of[-1].add(param)
         # What DDP does not reduce has no gradient, but keeps its state, where it is.
+        outside = set(range(len(params))) - routes.keys()
         rest = {
             Piece(i, 0, params[i].numel()): stand_in_for(params[i])
-            for i, owner in book.owners.items()
-            if owner == book.rank and i not in routes
+            for i in outside
+            if book.owners.get(i) == book.rank
         }
-        states = move_states(
-            book.flat_states(),
-            routes=lambda i: routes.get(i) or [(0, params[i].numel(), book.owners[i])],
-            group=self._group,
-            device=params[0].device,
-            what="moving optimizer states",
-        )
-        older = self._stepped or book.locals[0]
+        before, older = book.locals, self._stepped or book.locals[0]
+
+        def bring(wanted: set[int], locals_: Sequence[LocalOptimizer]) -> None:
+            """States of these parameters to those who have them now. Some at a time, for what moves is here twice."""
+            states = move_states(
+                {piece: state for local in before for piece, state in local.take_states(wanted).items()},
+                routes=lambda i: routes.get(i) or [(0, params[i].numel(), book.owners[i])],
+                group=self._group,
+                device=params[0].device,
+                what="moving optimizer states",
+            )
+            grouped = by_param(states)
+            for local in locals_:
+                local.inherit(older)
+                local.load(grouped, copies=False)
+            del states, grouped
+            self._adapter.release_memory()
+
         book.locals = [book.make_local(rest)]
+        bring(outside, book.locals)
         self._installed = []
-        for recorded, planned in zip(self._layout, self._plan.buckets, strict=True):
-            with self._lane.as_caller():  # their memory is the model's
-                flat = FlatParams(recorded.params)
-            owned = planned.owned_by(book.rank)
-            shard = self._make_shard(recorded, flat, owned) if owned else None
-            self._installed.append(Installed(flat=flat, planned=planned, shard=shard))
-            if shard is not None:
-                book.locals.append(shard.local)
+        at_once = -(-len(self._layout) // _NUM_MOVES)
+        for first in range(0, len(self._layout), max(1, at_once)):
+            arriving: list[LocalOptimizer] = []
+            layout, buckets = self._layout[first : first + at_once], self._plan.buckets[first : first + at_once]
+            for recorded, planned in zip(layout, buckets, strict=True):
+                with self._lane.as_caller():  # their memory is the model's
+                    flat = FlatParams(recorded.params)
+                owned = planned.owned_by(book.rank)
+                shard = self._make_shard(recorded, flat, owned) if owned else None
+                self._installed.append(Installed(flat=flat, planned=planned, shard=shard))
+                if shard is not None:
+                    arriving.append(shard.local)
+            bring(set().union(*params_of[first : first + at_once]), arriving)
+            book.locals += arriving
         self._bucket_of = {param: i for i, recorded in enumerate(self._layout) for param in recorded.params}
-        for local in book.locals:
-            local.inherit(older)
-        book.load(states)
 
 
 class HookEngine(Engine):

@@ -161,6 +161,10 @@ class NativeEngine(Engine):
         self._scatters = {}
         return make_plan(layout, world_size=self._book.world_size, policy=Policy.BY_ELEMENT, cut=self._cut)
 
+    def _forget_buffers(self) -> None:
+        self._scatters = {}
+        super()._forget_buffers()
+
     def _start_reduce(self, index: int, recorded: Recorded, bucket: GradBucket) -> Reduction:
         self.is_unscaled, self._divisor = False, None  # a step that was skipped may have left one
         scatter = self._scatters.get(index)
@@ -219,6 +223,7 @@ class NativeEngine(Engine):
         return pending
 
     def _install(self) -> None:
+        self._all_gathers = []  # which would keep the buffers that are about to be replaced
         super()._install()
         self._all_gathers = [
             self._make_gather(index, installed.flat, self._bounds[recorded.indices])

@@ -6,7 +6,7 @@ Nothing here decides who owns what (plan), when something happens (machine), or 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, KeysView, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, KeysView, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zerolap.plan import GroupRank, Piece, greedy_owners
-from zerolap.states import State, by_param, copied, fit, flat_state, shaped_state, strides_in_bucket
+from zerolap.states import State, by_param, copied, fit, flat_state, is_flat, shaped_state, strides_in_bucket
 
 ParamGroup = dict[str, Any]
 Options = dict[str, Any]  # a param group without its parameters
@@ -173,6 +173,22 @@ class LocalOptimizer:
         """The same, ready to travel; memory is shared where the layout allows."""
         return {piece: flat_state(state, self._tensors[piece]) for piece, state in self.states().items()}
 
+    def take_states(self, params: Container[int]) -> dict[Piece, State]:
+        """The same for the pieces of these parameters, which are then forgotten here: what moves shall not be held twice."""
+        taken = {
+            piece: flat_state(state, self._tensors[piece])
+            for piece, state in self.states().items()
+            if piece.param in params
+        }
+        gone = {self._tensors.pop(piece) for piece in list(self._tensors) if piece.param in params}
+        for tensor in gone:
+            self.optimizer.state.pop(tensor, None)
+        for group in self.optimizer.param_groups:
+            group["params"] = [tensor for tensor in group["params"] if tensor not in gone]
+        if self._params is not None:
+            self._params = {piece: tensor for piece, tensor in self._params.items() if piece.param not in params}
+        return taken
+
     def blank_states(self) -> dict[Piece, State]:
         """Flat states such as a first step makes, found by stepping copies of no value; what is here stays as it is."""
         piece_of = {tensor: piece for piece, tensor in self._tensors.items()}
@@ -191,15 +207,22 @@ class LocalOptimizer:
             for piece, blank in copies.items()
         }
 
-    def load(self, states: Mapping[int, Sequence[tuple[Piece, State]]]) -> None:
-        """Take what is ours from flat states by parameter; the optimizer's own rules decide dtype and device."""
+    def load(self, states: Mapping[int, Sequence[tuple[Piece, State]]], *, copies: bool = True) -> None:
+        """Take what is ours from flat states by parameter; the optimizer's own rules decide dtype and device.
+
+        Without copies the states are nobody else's, and their memory is used.
+        """
         packed = self.optimizer.state_dict()
         with_masters: dict[Tensor, State] = {}
         for place, (piece, tensor) in enumerate(self._tensors.items()):  # optimizers number parameters in this order
             state = fit(states.get(piece.param, ()), piece)
             if state is None:
                 continue
-            state = shaped_state(copied(state), tensor)
+            if copies:
+                state = copied(state)
+            else:
+                state = {key: value if _is_alone(value, tensor.numel()) else copied(value) for key, value in state.items()}
+            state = shaped_state(state, tensor)
             if MASTER in state:
                 with_masters[tensor] = state
             state = {key: value for key, value in state.items() if key != MASTER}
@@ -344,6 +367,11 @@ class ShardBook:
         grouped = by_param(states)
         for local in self.locals:
             local.load(grouped)
+
+
+def _is_alone(value: object, numel: int) -> bool:
+    """Whether an entry has one value per element, and no more memory than that: what it was cut from shall go."""
+    return is_flat(value, numel) and value.untyped_storage().nbytes() == value.nbytes  # type: ignore[attr-defined]
 
 
 def _whole(index: int, param: Tensor) -> Piece:

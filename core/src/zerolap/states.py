@@ -39,7 +39,7 @@ def shaped_state(state: State, like: Tensor) -> State:
     """The inverse of ``flat_state``: entries per element get the shape and strides of ``like``."""
     return {
         name: value.contiguous().as_strided(like.shape, strides_in_bucket(like))
-        if _is_flat(value, like.numel()) and name != "step"
+        if is_flat(value, like.numel()) and name != "step"
         else value
         for name, value in state.items()
     }
@@ -75,7 +75,7 @@ def cut_state(state: State, piece: Piece, part: Piece) -> State:
     """The state of ``part``, given that of the ``piece`` it lies in. Shares memory with it."""
     first, last = part.start - piece.start, part.stop - piece.start
     return {
-        name: value[first:last] if _is_flat(value, piece.stop - piece.start) else value for name, value in state.items()
+        name: value[first:last] if is_flat(value, piece.stop - piece.start) else value for name, value in state.items()
     }
 
 
@@ -95,13 +95,14 @@ def _join(parts: list[tuple[Piece, State]]) -> State:
     return {
         # cat() copies even a single part: a view would keep the whole it was cut from alive. Some may have come from afar.
         name: torch.cat([other[name].to(value.device) for _, other in parts])
-        if _is_flat(value, first.stop - first.start)
+        if is_flat(value, first.stop - first.start)
         else value
         for name, value in state.items()
     }
 
 
-def _is_flat(value: object, numel: int) -> bool:
+def is_flat(value: object, numel: int) -> bool:
+    """Whether an entry of a flat state has one value per element."""
     return isinstance(value, Tensor) and value.ndim == 1 and value.numel() == numel
 
 
