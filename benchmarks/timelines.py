@@ -50,7 +50,6 @@ def run_rank(given: argparse.Namespace) -> None:
         with entry.handle.trace(given.traces / f"{schedule}-{gather}"):
             for batch in batches:
                 entry.step(batch)
-            entry.finish()
         entry.handle.detach()
     dist.destroy_process_group()
 
@@ -70,7 +69,7 @@ def take_pictures(pages: Path, pictures: Path) -> None:
             page.locator(".chart").screenshot(path=pictures / f"schedule-{schedule}-{gather}.png")
             if (schedule, gather) == OF_README:
                 chart, width = page.locator(".chart").bounding_box(), page.viewport_size["width"]
-                clip = {"x": 0, "y": 0, "width": width, "height": chart["y"] + chart["height"] + 16}
+                clip = {"x": 0, "y": 0, "width": width, "height": chart["y"] + chart["height"] + 6}
                 page.screenshot(path=pictures / "timeline.png", clip=clip)
         browser.close()
 
@@ -78,7 +77,7 @@ def take_pictures(pages: Path, pictures: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=list(MODELS), default="lm27")
-    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--batch", type=int, default=3)
     parser.add_argument("--network", default="1000", help="loopback, or Mbit/s (needs root)")
     parser.add_argument("--pages", type=Path, default=Path("timelines"), help="where the pages are written")
     parser.add_argument("--pictures", type=Path, help="where pictures of them are written")

@@ -593,9 +593,7 @@ class Engine(ABC):
         # What DDP does not reduce has no gradient, but keeps its state, where it is.
         outside = set(range(len(params))) - routes.keys()
         rest = {
-            Piece(i, 0, params[i].numel()): stand_in_for(params[i])
-            for i in outside
-            if book.owners.get(i) == book.rank
+            Piece(i, 0, params[i].numel()): stand_in_for(params[i]) for i in outside if book.owners.get(i) == book.rank
         }
         before, older = book.locals, self._stepped or book.locals[0]
 

@@ -221,7 +221,9 @@ class LocalOptimizer:
             if copies:
                 state = copied(state)
             else:
-                state = {key: value if _is_alone(value, tensor.numel()) else copied(value) for key, value in state.items()}
+                state = {
+                    key: value if _is_alone(value, tensor.numel()) else copied(value) for key, value in state.items()
+                }
             state = shaped_state(state, tensor)
             if MASTER in state:
                 with_masters[tensor] = state
