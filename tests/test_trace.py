@@ -432,7 +432,9 @@ def test_on_streams_a_trace_waits_for_nothing(schedule: str, gather: str) -> Non
         assert found["calls"] == 0
         assert found["host_seconds"] < 0.5 * found["device_seconds"], found
         kinds, num = found["kinds"], 3 * found["num_buckets"]
-        assert kinds["ready"] == kinds["reduce"] == kinds["step"] == kinds["gather"] == num, kinds
+        assert kinds["ready"] == kinds["reduce"] == kinds["step"] == num, kinds
+        at_least = num if gather == "eager" else num - found["num_buckets"]  # the last ones may begin after the trace
+        assert at_least <= kinds["gather"] <= num, kinds
         assert found["is_ordered"]
         assert max(found["gathers"]) > 0
         assert (found["use_names"] == set()) == (gather == "eager"), found["use_names"]
