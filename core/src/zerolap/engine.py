@@ -49,7 +49,9 @@ from zerolap.watch import IN_CHECK, IN_STEP, Watch
 T = TypeVar("T")
 
 _NO_BUFFER = torch.empty(0)  # that is no bucket's
-_NUM_MOVES = 8  # when buckets change, states go to their new owners in so many portions
+# When buckets change, states go to their new owners in so many portions, unless these would be small.
+_NUM_MOVES = 8
+_LEAST_MOVED_BYTES = 16 * 2**20
 
 # A collective's own timeout says more than ours, so it gets this much longer to speak first.
 _GRACE_SECONDS = 5.0
@@ -599,24 +601,27 @@ class Engine(ABC):
 
         def bring(wanted: set[int], locals_: Sequence[LocalOptimizer]) -> None:
             """States of these parameters to those who have them now. Some at a time, for what moves is here twice."""
-            states = move_states(
+            moved = move_states(
                 {piece: state for local in before for piece, state in local.take_states(wanted).items()},
                 routes=lambda i: routes.get(i) or [(0, params[i].numel(), book.owners[i])],
                 group=self._group,
                 device=params[0].device,
                 what="moving optimizer states",
             )
-            grouped = by_param(states)
+            states = by_param(moved)
             for local in locals_:
-                local.inherit(older)
-                local.load(grouped, copies=False)
-            del states, grouped
+                local.load(states, copies=False)
+            del moved, states
             self._adapter.release_memory()
 
         book.locals = [book.make_local(rest)]
-        bring(outside, book.locals)
+        book.locals[0].inherit(older)
+        if outside:
+            bring(outside, book.locals)
         self._installed = []
-        at_once = -(-len(self._layout) // _NUM_MOVES)
+        num_bytes = sum(param.nbytes for recorded in self._layout for param in recorded.params)
+        num_moves = max(1, min(_NUM_MOVES, num_bytes // _LEAST_MOVED_BYTES))
+        at_once = -(-len(self._layout) // num_moves)
         for first in range(0, len(self._layout), max(1, at_once)):
             arriving: list[LocalOptimizer] = []
             layout, buckets = self._layout[first : first + at_once], self._plan.buckets[first : first + at_once]
@@ -627,6 +632,7 @@ class Engine(ABC):
                 shard = self._make_shard(recorded, flat, owned) if owned else None
                 self._installed.append(Installed(flat=flat, planned=planned, shard=shard))
                 if shard is not None:
+                    shard.local.inherit(older)
                     arriving.append(shard.local)
             bring(set().union(*params_of[first : first + at_once]), arriving)
             book.locals += arriving
