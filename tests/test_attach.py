@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import zerolap
 import zerolap_cpu_gloo
 from training import Mlp, assert_same_params, backward, batches, iterate, pair
+from zerolap import engine
 from zerolap.native import NativeEngine
 from zerolap_conformance.ranks import run_ranks, try_ranks
 
@@ -394,6 +395,17 @@ def _masters() -> int:
                     torch.testing.assert_close(a, b, rtol=0.05, atol=0.02)
         num_cases += 1
     return num_cases
+
+
+def _in_portions() -> int:
+    """The same, with states that move bucket by bucket, as those of large models do."""
+    engine._LEAST_MOVED_BYTES = 1
+    _loops()
+    return _masters()
+
+
+def test_states_may_move_in_portions() -> None:
+    assert run_ranks(2, _in_portions) == [24, 24]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
