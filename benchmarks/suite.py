@@ -98,7 +98,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
 
 def write_page(path: Path) -> None:
     """All that has been measured, in one page."""
-    parts = [(HERE / "RESULTS.head.md").read_text().rstrip()]
+    parts = [(HERE / f"RESULTS.{part}.md").read_text().rstrip() for part in ("head", "notes")]
     for title in BATCHES_AND_NETWORKS:
         stored = RESULTS / f"{name_of(title)}.json"
         if not stored.exists():
