@@ -5,8 +5,8 @@ Playwright drives its own browser (``playwright install chromium``), or the one 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,25 +43,15 @@ LOWEST_CONTRAST = """() => {
 }"""
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as driver:
-        # No sandbox: containers run as root, where Chromium refuses to start with one; the page is our own.
-        browser = driver.chromium.launch(executable_path=os.environ.get("ZEROLAP_CHROMIUM"), args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
-@pytest.fixture
-def open_page(browser: Any, tmp_path: Path) -> Iterator[Open]:
-    """Opens a verdict's page from disk; at the end of the test, fails it for anything said on the console or fetched."""
+@contextmanager
+def opening(browser: Any, file: Path, to_text: Callable[[Any], str]) -> Iterator[Open]:
+    """Opens pages from disk; at the end, fails for anything said on the console or fetched."""
     said: list[str] = []
     fetched: list[str] = []
     contexts = []
 
-    def open_page(verdict: dict[str, Any], *, width: int = 1280, **options: Any) -> Any:
-        file = tmp_path / "page.html"
-        file.write_text(to_html(verdict), encoding="utf-8")
+    def open_page(shown: Any, *, width: int = 1280, **options: Any) -> Any:
+        file.write_text(to_text(shown), encoding="utf-8")
         context = browser.new_context(viewport={"width": width, "height": 900}, **options)
         contexts.append(context)
         page = context.new_page()
@@ -78,6 +68,13 @@ def open_page(browser: Any, tmp_path: Path) -> Iterator[Open]:
     assert not said, said
     assert all(url.startswith(("file:", "data:")) for url in fetched), fetched
     assert len([url for url in fetched if url.startswith("file:")]) == len(contexts), fetched
+
+
+@pytest.fixture
+def open_page(browser: Any, tmp_path: Path) -> Iterator[Open]:
+    """Opens a verdict's page."""
+    with opening(browser, tmp_path / "page.html", to_html) as open_page:
+        yield open_page
 
 
 def wide_verdict() -> dict[str, Any]:

@@ -5,21 +5,19 @@ Playwright drives its own browser (``playwright install chromium``), or the one 
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from synthetic_runs import run_of, trace_of
-from test_page_in_browser import LOWEST_CONTRAST
+from test_page_in_browser import LOWEST_CONTRAST, Open, opening
 from zerolap_timeline import RankTrace, Span, judge, merge, to_html
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs the playwright package")
 
 pytestmark = pytest.mark.browser
-Open = Callable[..., Any]
 
 MOST_MS = 2000  # until the picture of the largest run is there
 
@@ -35,41 +33,11 @@ COUNT = """(canvas, [r, g, b]) => {
 RED = {"light": [217, 38, 28], "dark": [255, 90, 79]}
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as driver:
-        # No sandbox: containers run as root, where Chromium refuses to start with one; the page is our own.
-        browser = driver.chromium.launch(executable_path=os.environ.get("ZEROLAP_CHROMIUM"), args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
 @pytest.fixture
 def open_page(browser: Any, tmp_path: Path) -> Iterator[Open]:
-    """Opens a run's page from disk; at the end of the test, fails it for anything said on the console or fetched."""
-    said: list[str] = []
-    fetched: list[str] = []
-    contexts = []
-
-    def open_page(traces: Sequence[RankTrace], *, width: int = 1280, **options: Any) -> Any:
-        file = tmp_path / "page.html"
-        file.write_text(to_html(merge(traces)), encoding="utf-8")
-        context = browser.new_context(viewport={"width": width, "height": 900}, **options)
-        contexts.append(context)
-        page = context.new_page()
-        page.set_default_timeout(10_000)
-        page.on("console", lambda message: said.append(message.text))
-        page.on("pageerror", lambda error: said.append(str(error)))
-        page.on("request", lambda request: fetched.append(request.url))
-        page.goto(file.as_uri())
-        return page
-
-    yield open_page
-    for context in contexts:
-        context.close()
-    assert not said, said
-    assert all(url.startswith(("file:", "data:")) for url in fetched), fetched
-    assert len([url for url in fetched if url.startswith("file:")]) == len(contexts), fetched
+    """Opens a run's page."""
+    with opening(browser, tmp_path / "page.html", lambda traces: to_html(merge(traces))) as open_page:
+        yield open_page
 
 
 def window(page: Any) -> tuple[float, float]:

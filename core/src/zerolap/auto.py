@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections.abc import Callable, Generator, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +27,6 @@ from zerolap.machine import Gather, Schedule
 from zerolap.native import NativeEngine
 from zerolap.taking import take
 from zerolap.tracing import Moment
-from zerolap_timeline.record import Span
 
 logger = logger_of(__name__)
 
@@ -171,15 +171,11 @@ class Tuner:
             return []
         here, engine = self.choice.bucket_mb, self._engine
         self._use(Choice(*ways[0], here))
-        spans: list[Span] = []
-        if engine.watch.trace is None:  # or else somebody takes a trace of their own
-            with take(engine, ranks=(), module=self._ddp.module, path=None) as trace:
-                for _ in range(_NUM_TRACED):
-                    yield
-            spans = trace.spans
-        else:
+        is_free = engine.watch.trace is None  # or else somebody takes a trace of their own
+        with take(engine, ranks=(), module=self._ddp.module, path=None) if is_free else nullcontext() as trace:
             for _ in range(_NUM_TRACED):
                 yield
+        spans = trace.spans if trace is not None else []
         workload, num_ranks = engine.workload(), self._group.size()
         profiles = self._tell_all(profile(spans, workload, world_size=num_ranks), "what an iteration is made of")
         others = [size for size in _OTHER_BUCKET_MB if not 0.5 < size / here < 2]

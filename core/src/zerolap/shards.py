@@ -373,7 +373,7 @@ class ShardBook:
 
 def _is_alone(value: object, numel: int) -> bool:
     """Whether an entry has one value per element, and no more memory than that: what it was cut from shall go."""
-    return is_flat(value, numel) and value.untyped_storage().nbytes() == value.nbytes  # type: ignore[attr-defined]
+    return isinstance(value, Tensor) and is_flat(value, numel) and value.untyped_storage().nbytes() == value.nbytes
 
 
 def _whole(index: int, param: Tensor) -> Piece:

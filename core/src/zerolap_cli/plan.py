@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from zerolap.calibration import Measured, calibrate, measure
 from zerolap.forecast import Advice, Compute, Forecast, Link, Pattern, forecast_all, recommend
+from zerolap.registry import resolve_adapter
 from zerolap.sizing import workload_of
 from zerolap.workload import Workload
 from zerolap_cli.given import (
@@ -148,7 +149,7 @@ def _measure(rank: int, wanted: Wanted, folder: str) -> None:
     assert wanted.batch is not None
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo",
+        resolve_adapter(None, device_type="cpu").backend,
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=NUM_CALIBRATED,
