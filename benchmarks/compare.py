@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from entries import ABSENT, ALONE, MODELS, REFERENCE, Entry, entries
+from entries import ABSENT, ALONE, BY_MESSAGES, MODELS, REFERENCE, Entry, entries
 from network import open_network, wire_bytes
 
 
@@ -48,6 +48,8 @@ def _held_bytes() -> int:
 
 def _chosen(given: argparse.Namespace) -> dict[str, Callable[[torch.nn.Module], Entry]]:
     every = entries(given.cap)
+    if given.network != "loopback":
+        del every[BY_MESSAGES]  # they all are
     return {
         name: make
         for name, make in every.items()
@@ -161,7 +163,7 @@ def _difference(params: list[torch.Tensor], reference: list[torch.Tensor]) -> fl
 
 def run(given: argparse.Namespace, *, memory_of: str | None = None) -> tuple[list[Any], float | None]:
     """Start the ranks and bring home what they found."""
-    with open_network("loopback" if memory_of else given.network, given.ranks) as network:
+    with open_network(given.network, given.ranks) as network:
         given.out.mkdir(parents=True, exist_ok=True)
         result = given.out / "raw.json"
         environment = {"RESULT": str(result), **({"MEMORY_OF": memory_of} if memory_of else {})}

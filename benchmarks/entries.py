@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import zerolap
+from zerolap_cpu_gloo import CpuGlooAdapter
 
 ALONE, REFERENCE = "compute alone", "DDP + fused AdamW"
+BY_MESSAGES = "zerolap by messages, interleaved eager"  # where ranks of one host would share memory
 LENGTH = 128  # of a sequence
 BFLOAT16 = dict.fromkeys(("reduce_dtype", "gather_dtype"), torch.bfloat16)
 ADAMW = {"lr": 1e-4, "weight_decay": 0.01}
@@ -253,6 +255,7 @@ def entries(cap: float) -> dict[str, Callable[[nn.Module], Entry]]:
                 model, cap=cap, schedule=s, gather=g
             )
     made["zerolap interleaved eager"] = lambda model: Zerolap(model)
+    made[BY_MESSAGES] = lambda model: Zerolap(model, adapter=CpuGlooAdapter(shares_memory=False))
     made[f"zerolap, bfloat16 on the wire, {cap:g} MB"] = lambda model: Zerolap(
         model, cap=cap, schedule="after_backward", gather="lazy", master_weights=True, **BFLOAT16
     )

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import zerolap
 from zerolap_conformance.ranks import run_ranks
 from zerolap_cpu_gloo import exchange
+from zerolap_cpu_gloo.arena import Arena
 
 CHOICES: dict[int, list[tuple[int, ...]]] = {
     4: [(4,), (2, 2)],
@@ -32,6 +33,7 @@ NUM_ROUNDS = 7
 def measure(megabytes: float, choices: list[tuple[int, ...]]) -> list[float]:
     group, inbox = dist.group.WORLD, exchange.Inbox()
     assert group is not None
+    arena = Arena(group, {})  # by messages: shared memory needs no stages
     rank, size = group.rank(), group.size()
     numel = int(megabytes * 2**18) // size
     buckets = [list(torch.full((numel * size,), float(rank + 1)).chunk(size)) for _ in range(NUM_BUCKETS)]
@@ -39,23 +41,23 @@ def measure(megabytes: float, choices: list[tuple[int, ...]]) -> list[float]:
     def run(stages: tuple[exchange.Stage, ...]) -> None:
         if len(stages) == 1:  # all buckets at once
             finishes = [
-                exchange.start_reduce_stage(parts, parts[rank], stages[0], group=group, tag=tag, inbox=inbox)
+                exchange.start_reduce_stage(parts, parts[rank], stages[0], tag=tag, inbox=inbox, arena=arena)
                 for tag, parts in enumerate(buckets)
             ]
             for finish in finishes:
                 finish()
             works = [
-                exchange.start_gather_stage(parts, stages[0], group=group, tag=t) for t, parts in enumerate(buckets)
+                exchange.start_gather_stage(parts, stages[0], tag=t, arena=arena) for t, parts in enumerate(buckets)
             ]
             for work in (work for of_bucket in works for work in of_bucket):
                 work.wait()
         else:
             for tag, parts in enumerate(buckets):
                 exchange.reduce_in_stages(
-                    zerolap.Parts.of(parts), parts[rank], stages, group=group, tag=tag, inbox=inbox
+                    zerolap.Parts.of(parts), parts[rank], stages, tag=tag, inbox=inbox, arena=arena
                 )
             for tag, parts in enumerate(buckets):
-                exchange.gather_in_stages(zerolap.Parts.of(parts), stages, group=group, tag=tag)
+                exchange.gather_in_stages(zerolap.Parts.of(parts), stages, tag=tag, arena=arena)
 
     times: list[list[float]] = [[] for _ in choices]
     for _ in range(NUM_ROUNDS + 1):

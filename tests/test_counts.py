@@ -26,9 +26,10 @@ WIDTH, NUM_LAYERS, BUCKET_MB = 256, 24, 1
 NUM_UPDATES = 5
 WAYS = [(schedule, gather) for schedule in ("interleaved", "after_backward", "on_step") for gather in ("eager", "lazy")]
 
-# Calls of zerolap's own Python functions for a bucket of eight parameters, on all threads, list comprehensions included; 90 and
-# 132 when this was written. A lazy gather looks at every parameter that forward reaches.
+# Calls of zerolap's own Python functions for a bucket of eight parameters, on all threads, list comprehensions included; 95 and
+# 139 when this was written, and 26 more with shared memory. A lazy gather looks at every parameter that forward reaches.
 MOST_CALLS = {"eager": 100, "lazy": 145}
+MOST_CALLS_TO_SHARE = 30
 # Of the time of DDP + fused AdamW, where everything is on one machine: about 1. Twice that would be a mistake, not noise.
 MOST_TIME = 2.0
 
@@ -104,10 +105,10 @@ def test_an_update_takes_two_collectives_a_bucket_and_no_more_bytes_than_it_must
         assert num_bytes == pytest.approx(NUM_UPDATES * 2 * param_bytes * (num_ranks - 1) / num_ranks, rel=1e-3)
 
 
-def _operations(schedule: str, gather: str) -> tuple[dict[str, int], dict[str, int], int]:
+def _operations(schedule: str, gather: str, shares_memory: bool) -> tuple[dict[str, int], dict[str, int], int]:
     """How often each operation was run in some updates, with DDP + fused AdamW and attached."""
     plain = _model()
-    ddp, optimizer, handle = _attached(schedule, gather)
+    ddp, optimizer, handle = _attached(schedule, gather, CpuGlooAdapter(shares_memory=shares_memory))
     counts = []
     for model, its_optimizer in ((plain, torch.optim.AdamW(plain.parameters(), lr=1e-3, fused=True)), (ddp, optimizer)):
         _train(model, its_optimizer, 3)
@@ -120,16 +121,21 @@ def _operations(schedule: str, gather: str) -> tuple[dict[str, int], dict[str, i
     return counts[0], counts[1], handle.stats().num_buckets
 
 
+@pytest.mark.parametrize("shares_memory", [False, True], ids=["messages", "shared-memory"])
 @pytest.mark.parametrize(("schedule", "gather"), [("interleaved", "eager"), ("on_step", "lazy")])
-def test_nothing_is_copied_that_plain_ddp_does_not_copy(schedule: str, gather: str) -> None:
-    for plain, ours, num_buckets in run_ranks(2, _operations, schedule, gather):
+def test_nothing_is_copied_that_plain_ddp_does_not_copy(schedule: str, gather: str, shares_memory: bool) -> None:
+    # What the kernel copies for messages is not seen here. In shared memory it is: gradients go in and are added up where they are,
+    # parameters go in and out.
+    num_shared = 3 if shares_memory else 0
+    for plain, ours, num_buckets in run_ranks(2, _operations, schedule, gather, shares_memory):
+        allowed = {"aten::copy_": NUM_UPDATES * num_buckets * num_shared}
         for copying in ("aten::copy_", "aten::cat", "aten::clone", "aten::_foreach_copy_"):
-            assert ours.get(copying, 0) <= plain.get(copying, 0), copying
+            assert ours.get(copying, 0) <= plain.get(copying, 0) + allowed.get(copying, 0), copying
         for once_a_bucket in ("aten::_fused_adamw_", "aten::add"):
             assert 0 < ours[once_a_bucket] <= NUM_UPDATES * num_buckets + plain.get(once_a_bucket, 0), once_a_bucket
 
 
-def _calls(schedule: str, gather: str) -> float:
+def _calls(schedule: str, gather: str, shares_memory: bool) -> float:
     """Functions of zerolap's that are called for a bucket, by all threads."""
     seen = 0
 
@@ -140,7 +146,7 @@ def _calls(schedule: str, gather: str) -> float:
 
     is_on = False
     threading.setprofile(count)  # for the lane, which starts later
-    ddp, optimizer, handle = _attached(schedule, gather)
+    ddp, optimizer, handle = _attached(schedule, gather, CpuGlooAdapter(shares_memory=shares_memory))
     threading.setprofile(None)
     _train(ddp, optimizer, 3)
     handle.finish()
@@ -153,11 +159,12 @@ def _calls(schedule: str, gather: str) -> float:
     return seen / NUM_UPDATES / handle.stats().num_buckets
 
 
+@pytest.mark.parametrize("shares_memory", [False, True], ids=["messages", "shared-memory"])
 @pytest.mark.parametrize(("schedule", "gather"), WAYS)
-def test_a_bucket_calls_few_python_functions(schedule: str, gather: str) -> None:
-    calls = max(run_ranks(2, _calls, schedule, gather))
+def test_a_bucket_calls_few_python_functions(schedule: str, gather: str, shares_memory: bool) -> None:
+    calls = max(run_ranks(2, _calls, schedule, gather, shares_memory))
     print(f"{schedule} {gather}: {calls:.1f} calls of Python functions a bucket")
-    assert calls <= MOST_CALLS[gather]
+    assert calls <= MOST_CALLS[gather] + (MOST_CALLS_TO_SHARE if shares_memory else 0)
 
 
 def _ratio() -> float:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import random
+from collections import deque
 from math import prod
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,8 +14,9 @@ import torch.distributed as dist
 
 import zerolap
 from zerolap_conformance.ranks import run_ranks
-from zerolap_cpu_gloo import CpuGlooAdapter
+from zerolap_cpu_gloo import CpuGlooAdapter, arena
 from zerolap_cpu_gloo.exchange import Inbox, Receive, stage_sizes, stages_of
+from zerolap_cpu_gloo.ring import Ring
 
 
 @pytest.mark.parametrize("num_ranks", [*range(1, 40), 61, 64, 96, 4096])
@@ -40,8 +45,8 @@ def test_every_part_reaches_its_rank_from_everyone(sizes: tuple[int, ...]) -> No
     assert summed == [{rank: set(range(num_ranks))} for rank in range(num_ranks)]
 
 
-def _exchange(sizes: list[list[int]], is_one_buffer: bool) -> None:
-    adapter, rank, num_ranks = CpuGlooAdapter(), dist.get_rank(), dist.get_world_size()
+def _exchange(sizes: list[list[int]], is_one_buffer: bool, shares_memory: bool = True) -> set[int]:
+    adapter, rank, num_ranks = CpuGlooAdapter(shares_memory=shares_memory), dist.get_rank(), dist.get_world_size()
     assert dist.group.WORLD is not None
     group = adapter.open_group(dist.group.WORLD, name="exchange")
     under_way = []
@@ -70,14 +75,101 @@ def _exchange(sizes: list[list[int]], is_one_buffer: bool) -> None:
         gather.wait()
         expected = torch.arange(sum(part.numel() for part in parts)) * (num_ranks * (num_ranks + 1) // 2)
         assert torch.equal(torch.cat(parts), expected.float())
+    neighbours = set(adapter._arena_of(group).ranks) - {rank}
     adapter.close_group(group)
+    return neighbours
 
 
+def _sizes(num_ranks: int) -> list[list[int]]:
+    return [[7] * num_ranks, [r % 3 for r in range(num_ranks)], [0] * num_ranks, [100 - r for r in range(num_ranks)]]
+
+
+@pytest.mark.parametrize("shares_memory", [True, False], ids=["shared-memory", "messages"])
 @pytest.mark.parametrize("is_one_buffer", [True, False], ids=["one-buffer", "scattered"])
 @pytest.mark.parametrize("num_ranks", [3, 16])
-def test_parts_of_any_size_are_scattered_and_gathered(num_ranks: int, is_one_buffer: bool) -> None:
-    sizes = [[7] * num_ranks, [r % 3 for r in range(num_ranks)], [0] * num_ranks, [100 - r for r in range(num_ranks)]]
-    run_ranks(num_ranks, _exchange, sizes, is_one_buffer)
+def test_parts_of_any_size_are_scattered_and_gathered(num_ranks: int, is_one_buffer: bool, shares_memory: bool) -> None:
+    found = run_ranks(num_ranks, _exchange, _sizes(num_ranks), is_one_buffer, shares_memory)
+    everybody = set(range(num_ranks)) if shares_memory else set()
+    assert found == [everybody - {rank} for rank in range(num_ranks)]
+
+
+def _exchange_between_hosts() -> set[int]:
+    """Ranks 0 and 1 on one host, 2 and 3 on another, as far as they can tell."""
+    arena._host = lambda: (dist.get_rank() // 2, 0, 0)
+    return _exchange(_sizes(4), True)
+
+
+def test_ranks_of_two_hosts_share_memory_within_each() -> None:
+    assert run_ranks(4, _exchange_between_hosts) == [{1}, {0}, {3}, {2}]
+
+
+def _exchange_where_one_may_not() -> set[int]:
+    if dist.get_rank() == 1:
+        map_own = arena._map
+
+        def refuse(pid: int, file: int, size: int) -> torch.Tensor:
+            if pid != os.getpid():
+                raise RuntimeError("Permission denied")
+            return map_own(pid, file, size)
+
+        arena._map = refuse
+    return _exchange(_sizes(3), True)
+
+
+def test_one_that_may_not_read_the_others_memory_gets_messages() -> None:
+    assert run_ranks(3, _exchange_where_one_may_not) == [{2}, set(), {0}]
+
+
+def _exchange_with_little_room() -> None:
+    arena._MOST_BYTES = 256
+    _exchange([[40, 40], [100, 100], [30, 30], [64, 64], [1, 1]], True)
+
+
+def test_what_finds_no_room_in_shared_memory_comes_as_a_message() -> None:
+    run_ranks(2, _exchange_with_little_room)
+
+
+def _bytes_at_rest() -> tuple[int, int]:
+    """Buckets one after the other, each read before the next but one is sent."""
+    adapter, rank = CpuGlooAdapter(), dist.get_rank()
+    assert dist.group.WORLD is not None
+    group = adapter.open_group(dist.group.WORLD, name="at-rest")
+    parts = zerolap.Parts.cut(torch.ones(2000), [0, 1000, 2000])
+    into = torch.empty(1000)
+    for _ in range(50):
+        adapter.reduce_scatter(parts, into=into, group=group, tag=0, what="reduce-scatter").wait()
+        parts.tensors[rank].copy_(into)
+        adapter.all_gather(parts, group=group, tag=0, what="all-gather").wait()
+    held = adapter.kept_bytes
+    adapter.close_group(group)
+    return held, Path("/proc/self/maps").read_text().count("memfd:zerolap")
+
+
+def test_shared_memory_is_as_little_as_will_do_and_goes_with_its_group() -> None:
+    for held, num_mapped in run_ranks(2, _bytes_at_rest):
+        assert held <= 4 * 4032, held
+        assert num_mapped == 0
+
+
+@pytest.mark.parametrize("most", [0, 700])
+def test_places_in_a_ring_never_overlap(most: int) -> None:
+    ring, live, choose = Ring(0 if most else 500, most=most), deque[tuple[int, int]](), random.Random(0)
+    num_refused = 0
+    for _ in range(5000):
+        if live and choose.random() < 0.5:
+            live.popleft()
+            ring.free_oldest()
+            continue
+        size = choose.randrange(1, 200)
+        start = ring.take(size)
+        if start is None:
+            num_refused += 1
+            continue
+        assert start >= 0
+        assert start + size <= ring.size <= (most or 500)
+        assert all(start + size <= a or b <= start for a, b in live), (start, size, live)
+        live.append((start, start + size))
+    assert 0 < num_refused < 2000
 
 
 def _receives() -> int:

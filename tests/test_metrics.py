@@ -40,7 +40,7 @@ def _counted(schedule: str, gather: str) -> None:
     assert num_bytes <= stats.flat_bytes < 1.5 * num_bytes, "padding is small"
     assert 0.8 * num_bytes / size < stats.gradient_bytes < 1.2 * num_bytes / size
     assert 1.6 * num_bytes / size < stats.state_bytes < 2.5 * num_bytes / size, "two states of Adam"
-    assert 0 < stats.receive_bytes <= num_bytes
+    assert 0 < stats.receive_bytes <= 2 * num_bytes, "for gradients and for parameters"
     assert stats.exposed_ms is not None
     assert before.exposed_ms is not None
     assert stats.communication_ms is not None

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Backend
 
 from zerolap import Adapter, Capabilities, GroupSpec, Lane, Parts, Pending, ThreadLane, Waitable
+from zerolap_cpu_gloo.arena import Arena, open_arena
 from zerolap_cpu_gloo.exchange import (
     Inbox,
     bytes_of_gather,
@@ -34,8 +35,11 @@ class CpuGlooAdapter(Adapter):
         one_issue_order=False,  # messages of different groups have connections of their own
     )
 
-    def __init__(self) -> None:
+    def __init__(self, *, shares_memory: bool = True) -> None:
+        """Ranks of one host exchange by shared memory, unless told not to: to measure what the network does, for instance."""
+        self._shares_memory = shares_memory
         self._inbox = Inbox()
+        self._arenas: dict[str, Arena] = {}
         self._progress: dict[str, Lane] = {}
 
     def why_unavailable(self) -> str | None:
@@ -46,35 +50,44 @@ class CpuGlooAdapter(Adapter):
 
     @property
     def kept_bytes(self) -> int:
-        return self._inbox.num_bytes
+        return self._inbox.num_bytes + sum(arena.num_bytes for arena in self._arenas.values())
 
     def release_memory(self) -> None:
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; it keeps what is freed between other blocks
         if trim is not None:
             trim(0)
 
+    def open_group(self, like: dist.ProcessGroup, *, name: str) -> dist.ProcessGroup:
+        group = super().open_group(like, name=name)
+        self._arenas[group.group_name] = open_arena(group) if self._shares_memory else Arena(group, {})
+        return group
+
     def close_group(self, group: dist.ProcessGroup) -> None:
+        self._arenas.pop(group.group_name, None)
         self._progress.pop(group.group_name, None)
 
     def reduce_scatter(self, parts: Parts, *, into: Tensor, group: dist.ProcessGroup, tag: int, what: str) -> Pending:
-        stages = stages_of(group.rank(), group.size())
+        stages, arena = stages_of(group.rank(), group.size()), self._arena_of(group)
         sent = parts.nbytes - parts.tensors[group.rank()].nbytes
         if len(stages) == 1:
-            finish = start_reduce_stage(parts.tensors, into, stages[0], group=group, tag=tag, inbox=self._inbox)
+            finish = start_reduce_stage(parts.tensors, into, stages[0], tag=tag, inbox=self._inbox, arena=arena)
             return Pending((), tensors=(parts, into), what=what, sent_bytes=sent, finish=finish)
         work = self._progress_of(group).submit(
-            lambda: reduce_in_stages(parts, into, stages, group=group, tag=tag, inbox=self._inbox)
+            lambda: reduce_in_stages(parts, into, stages, tag=tag, inbox=self._inbox, arena=arena)
         )
         return Pending([work], tensors=(parts, into), what=what, sent_bytes=sent)
 
     def all_gather(self, parts: Parts, *, group: dist.ProcessGroup, tag: int, what: str) -> Pending:
-        stages = stages_of(group.rank(), group.size())
+        stages, arena = stages_of(group.rank(), group.size()), self._arena_of(group)
         works: Sequence[Waitable]
         if len(stages) == 1:
-            works = start_gather_stage(parts.tensors, stages[0], group=group, tag=tag)
+            works = start_gather_stage(parts.tensors, stages[0], tag=tag, arena=arena)
         else:
-            works = [self._progress_of(group).submit(lambda: gather_in_stages(parts, stages, group=group, tag=tag))]
+            works = [self._progress_of(group).submit(lambda: gather_in_stages(parts, stages, tag=tag, arena=arena))]
         return Pending(works, tensors=(parts,), what=what, sent_bytes=bytes_of_gather(parts, stages))
+
+    def _arena_of(self, group: dist.ProcessGroup) -> Arena:
+        return self._arenas.get(group.group_name) or Arena(group, {})  # somebody else's group: nobody is near
 
     def _progress_of(self, group: dist.ProcessGroup) -> Lane:
         """Where exchanges of several stages run: each stage starts when the one before it is done, whoever waits or not."""

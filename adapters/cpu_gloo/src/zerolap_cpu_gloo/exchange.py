@@ -21,9 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zerolap import Parts
+from zerolap import Parts, Waitable
+from zerolap_cpu_gloo.arena import ALIGNMENT, LETTER_BYTES, Arena, Letter
+from zerolap_cpu_gloo.ring import Ring
 
-_ALIGNMENT = 64
 _MESSAGE_BYTES = (
     4 * 2**20
 )  # what is summed is received in pieces of this size, so that a large bucket needs no more memory
@@ -43,7 +44,7 @@ class Receive:
         self._tag = tag
         self._work: dist.Work | None = None
         self._tensor: Tensor | None = None
-        self.num_bytes = -(-like.nbytes // _ALIGNMENT) * _ALIGNMENT
+        self.num_bytes = -(-like.nbytes // ALIGNMENT) * ALIGNMENT
         self.is_done = False
 
     def post(self, memory: Tensor) -> None:
@@ -73,8 +74,8 @@ class Inbox:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._head = 0
-        self._lent: deque[tuple[int, Receive]] = deque()  # where each starts, oldest first
+        self._ring = Ring(0)
+        self._lent: deque[Receive] = deque()  # oldest first
         self._waiting: deque[Receive] = deque()
         self._recent: deque[int] = deque(maxlen=_NUM_RECENT)
 
@@ -98,30 +99,28 @@ class Inbox:
     def take_back(self, receive: Receive) -> None:
         with self._lock:
             receive.is_done = True
-            while self._lent and self._lent[0][1].is_done:
+            while self._lent and self._lent[0].is_done:
                 self._lent.popleft()
+                self._ring.free_oldest()
             self._post_what_fits()
 
     def _post_what_fits(self) -> None:
-        while self._waiting and (start := self._place_for(self._waiting[0].num_bytes)) is not None:
+        while self._waiting:
+            if not self._lent:
+                self._fit_to(self._waiting[0].num_bytes)
+            start = self._ring.take(self._waiting[0].num_bytes)
+            if start is None:
+                return
             receive = self._waiting.popleft()
-            self._head = start + receive.num_bytes
-            self._lent.append((start, receive))
-            receive.post(self._memory[start : self._head])
+            self._lent.append(receive)
+            receive.post(self._memory[start : start + receive.num_bytes])
 
-    def _place_for(self, size: int) -> int | None:
-        if not self._lent:
-            wanted = max(size, min(max(self._recent), _MAX_INBOX_BYTES))
-            if self._memory.nbytes != wanted:
-                self._memory = torch.empty(0, dtype=torch.uint8)  # what is there goes first
-                self._memory = torch.empty(wanted, dtype=torch.uint8)
-            return 0
-        oldest = self._lent[0][0]
-        if self._head > oldest:  # free: from the head to the end, and from the beginning to the oldest
-            if self._head + size <= self._memory.nbytes:
-                return self._head
-            return 0 if size <= oldest else None
-        return self._head if self._head + size <= oldest else None
+    def _fit_to(self, size: int) -> None:
+        wanted = max(size, min(max(self._recent), _MAX_INBOX_BYTES))
+        if self._memory.nbytes != wanted:
+            self._memory = torch.empty(0, dtype=torch.uint8)  # what is there goes first
+            self._memory = torch.empty(wanted, dtype=torch.uint8)
+            self._ring = Ring(wanted)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,25 +157,41 @@ def stages_of(rank: int, num_ranks: int, sizes: tuple[int, ...] = ()) -> tuple[S
 
 
 def start_reduce_stage(
-    parts: Sequence[Tensor], into: Tensor, stage: Stage, *, group: dist.ProcessGroup, tag: int, inbox: Inbox
+    parts: Sequence[Tensor], into: Tensor, stage: Stage, *, tag: int, inbox: Inbox, arena: Arena
 ) -> Callable[[], None]:
     """Send ``parts[i]`` to the i-th peer, and sum up in ``into`` what they send; call the result to finish."""
-    me, mine = stage.place, parts[stage.place]
+    me, mine, group = stage.place, parts[stage.place], arena.group
     others = [(i, rank) for i, rank in enumerate(stage.peers) if i != me]
-    own = _messages(mine)
-    receives = [
-        [Receive(inbox, piece, group=group, src=rank, tag=tag * _MAX_MESSAGES + place) for _, rank in others]
-        for place, piece in enumerate(own)
-    ]
-    inbox.ask([each for row in receives for each in row], bucket_bytes=sum(part.nbytes for part in parts))
-    sends = [
-        group.send([piece], rank, tag * _MAX_MESSAGES + place)
-        for i, rank in others
-        for place, piece in enumerate(_messages(parts[i]))
-    ]
+    # Peers agree on it: who is near whom is the same for all of a host.
+    most_bytes = LETTER_BYTES if arena.ranks.issuperset(stage.peers) else _MESSAGE_BYTES
+    own = _messages(mine, most_bytes)
+    coming: list[list[Receive | Letter]] = []
+    from_afar: list[Receive] = []
+    for place, piece in enumerate(own):
+        number = tag * _MAX_MESSAGES + place
+        row: list[Receive | Letter] = []
+        for _, rank in others:
+            if rank in arena.ranks:
+                row.append(arena.ask(piece, src=rank, tag=number))
+            else:
+                from_afar.append(Receive(inbox, piece, group=group, src=rank, tag=number))
+                row.append(from_afar[-1])
+        coming.append(row)
+    if from_afar:
+        inbox.ask(from_afar, bucket_bytes=sum(part.nbytes for part in parts))
+    sends: list[dist.Work] = []
+    if arena.ranks:
+        arena.expect(sum(part.nbytes for part in parts) - mine.nbytes)
+    for i, rank in others:
+        for place, piece in enumerate(_messages(parts[i], most_bytes)):
+            number = tag * _MAX_MESSAGES + place
+            if rank in arena.ranks:
+                sends += arena.send(piece, (rank,), tag=number)
+            else:
+                sends.append(group.send([piece], rank, number))
 
     def finish() -> None:
-        for piece, row, total in zip(own, receives, _messages(into), strict=True):
+        for piece, row, total in zip(own, coming, _messages(into, most_bytes), strict=True):
             _add_up(piece, [*row[:me], None, *row[me:]], total)
         for send in sends:
             send.wait()
@@ -184,7 +199,7 @@ def start_reduce_stage(
     return finish
 
 
-def _add_up(own: Tensor, coming: Sequence[Receive | None], into: Tensor) -> None:
+def _add_up(own: Tensor, coming: Sequence[Receive | Letter | None], into: Tensor) -> None:
     """Sum in the order of ``coming``, where None stands for our own; memory goes back as soon as it is added."""
     first = coming[0]
     total = own if first is None else first.wait()
@@ -198,20 +213,35 @@ def _add_up(own: Tensor, coming: Sequence[Receive | None], into: Tensor) -> None
         into.copy_(own)  # there is nobody else
 
 
-def _messages(part: Tensor) -> Sequence[Tensor]:
-    return torch.split(part, _MESSAGE_BYTES // part.element_size()) if part.numel() else ()
+def _messages(part: Tensor, most_bytes: int) -> Sequence[Tensor]:
+    return torch.split(part, most_bytes // part.element_size()) if part.numel() else ()
 
 
-def start_gather_stage(parts: Sequence[Tensor], stage: Stage, *, group: dist.ProcessGroup, tag: int) -> list[dist.Work]:
+def start_gather_stage(parts: Sequence[Tensor], stage: Stage, *, tag: int, arena: Arena) -> list[Waitable]:
     """Send this rank's part to every peer, and receive theirs where they belong."""
-    mine = parts[stage.place]
-    others = [(i, rank) for i, rank in enumerate(stage.peers) if i != stage.place]
-    works = [group.recv([parts[i]], rank, tag) for i, rank in others if parts[i].numel()]
-    return works + [group.send([mine], rank, tag) for _, rank in others if mine.numel()]
+    mine, group = parts[stage.place], arena.group
+    near: list[tuple[int, int]] = []
+    far: list[tuple[int, int]] = []
+    for i, rank in enumerate(stage.peers):
+        if i != stage.place:
+            (near if rank in arena.ranks else far).append((i, rank))
+    works: list[Waitable] = [group.recv([parts[i]], rank, tag) for i, rank in far if parts[i].numel()]
+    works += [group.send([mine], rank, tag) for _, rank in far if mine.numel()]
+    if near:
+        arena.deliver_what_came()
+        works += [
+            arena.ask_into(piece, src=rank, tag=tag * _MAX_MESSAGES + place)
+            for i, rank in near
+            for place, piece in enumerate(_messages(parts[i], LETTER_BYTES))
+        ]
+        arena.expect(mine.nbytes)
+        for place, piece in enumerate(_messages(mine, LETTER_BYTES)):
+            works += arena.send(piece, [rank for _, rank in near], tag=tag * _MAX_MESSAGES + place)
+    return works
 
 
 def reduce_in_stages(
-    parts: Parts, into: Tensor, stages: Sequence[Stage], *, group: dist.ProcessGroup, tag: int, inbox: Inbox
+    parts: Parts, into: Tensor, stages: Sequence[Stage], *, tag: int, inbox: Inbox, arena: Arena
 ) -> None:
     """A whole reduce-scatter. Blocks until done."""
     ends, base = _ends(parts), 0
@@ -219,17 +249,17 @@ def reduce_in_stages(
     for stage in stages:
         blocks = [memory[ends[a] - base : ends[b] - base] for a, b in stage.blocks]
         total = into if stage is stages[-1] else torch.empty_like(blocks[stage.place])
-        start_reduce_stage(blocks, total, stage, group=group, tag=tag, inbox=inbox)()
+        start_reduce_stage(blocks, total, stage, tag=tag, inbox=inbox, arena=arena)()
         memory, base = total, ends[stage.blocks[stage.place][0]]
 
 
-def gather_in_stages(parts: Parts, stages: Sequence[Stage], *, group: dist.ProcessGroup, tag: int) -> None:
+def gather_in_stages(parts: Parts, stages: Sequence[Stage], *, tag: int, arena: Arena) -> None:
     """A whole all-gather. Blocks until done."""
     ends = _ends(parts)
     whole = torch.cat(parts.tensors) if parts.whole is None else parts.whole
     for stage in reversed(stages):
         blocks = [whole[ends[a] : ends[b]] for a, b in stage.blocks]
-        for work in start_gather_stage(blocks, stage, group=group, tag=tag):
+        for work in start_gather_stage(blocks, stage, tag=tag, arena=arena):
             work.wait()
     if parts.whole is None:
         torch._foreach_copy_(parts.tensors, [whole[a:b] for a, b in pairwise(ends)])

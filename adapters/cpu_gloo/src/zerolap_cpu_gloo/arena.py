@@ -1,0 +1,281 @@
+"""Memory that ranks of one host share: what one sends another is put down once, and read where it lies. No sums.
+
+A rank puts what it sends into its own *arena*, which the others of its host have mapped, and sends them a *note* of where it is, as
+an ordinary message. So waiting, time limits and the end of a peer are those of messages. A reader counts in its own arena what it
+has read of whom; a sender looks there when it needs room. If there is none, the note says that the bytes come as a message, too.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from collections import deque
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zerolap_cpu_gloo.ring import Ring
+
+ALIGNMENT = 64
+_PAGE = 4096
+LETTER_BYTES = 16 * 2**20
+_MOST_BYTES = 2 * LETTER_BYTES  # that have not been read yet
+_FEW_BYTES = 4 * 2**20  # are not worth saving
+_AS_MESSAGE = -1
+_WHOLE_TAG = 2**30  # added to a note's tag: what did not fit
+
+Host: TypeAlias = tuple[int, int, int]  # its kernel's start, the network's and the processes' namespace
+
+
+class Letter:
+    """Something to come from a rank of this host. Asked for in the order in which it is sent."""
+
+    def __init__(self, arena: Arena, like: Tensor, *, src: int, tag: int, number: int) -> None:
+        self._arena = arena
+        self._like = like
+        self._src = src
+        self._tag = tag
+        self._note = torch.empty(1, dtype=torch.int64, device="cpu")
+        self._work = arena.group.recv([self._note], src, tag)
+        self._number = number
+        self.is_read = False
+
+    @property
+    def has_come(self) -> bool:
+        """Whether it was sent, so that waiting takes no time."""
+        return self._arena.num_sent_by(self._src) > self._number
+
+    def wait(self) -> Tensor:
+        """What came. It is lent until ``give_back()``."""
+        self._work.wait()
+        place = int(self._note)
+        if place != _AS_MESSAGE:
+            return self._arena.look(self._src, place, self._like)
+        whole = torch.empty_like(self._like)
+        self._arena.group.recv([whole], self._src, _WHOLE_TAG + self._tag).wait()
+        return whole
+
+    def give_back(self) -> None:
+        self.is_read = True
+        self._arena.note_read(self._src)
+
+
+class Delivery:
+    """A letter that is copied to where it belongs: when there is time after it has come, at the latest when waited for."""
+
+    def __init__(self, arena: Arena, letter: Letter, to: Tensor) -> None:
+        self._arena = arena
+        self.letter = letter
+        self._to = to
+        self.is_done = False
+
+    def wait(self) -> None:
+        self._arena.deliver(self)
+
+    def finish(self) -> None:
+        self._to.copy_(self.letter.wait())
+        self.letter.give_back()
+        self.is_done = True
+
+
+class Arena:
+    """This rank's memory and that of its neighbours: the other ``ranks`` of a group on the same host, if there are any.
+
+    One thread sends and asks; any may read.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, memories: dict[int, Tensor]) -> None:
+        self.group = group
+        self._rank, num_ranks = group.rank(), group.size()
+        self._content = {rank: memory[_head_bytes(num_ranks) :] for rank, memory in memories.items()}
+        self.ranks = frozenset(memories)
+        neighbours = self.ranks - {self._rank}
+        # Each rank counts in its own memory what it has sent to whom, and what it has read of whom.
+        counts = {
+            rank: memory[: 16 * num_ranks].view(torch.int64).view(2, num_ranks) for rank, memory in memories.items()
+        }
+        self._sent_to = {rank: counts[self._rank][0, rank] for rank in neighbours}
+        self._read_of = {rank: counts[self._rank][1, rank] for rank in neighbours}
+        self._sent_by = {rank: counts[rank][0, self._rank] for rank in neighbours}
+        self._read_by = {rank: counts[rank][1, self._rank] for rank in neighbours}
+        self._reading = threading.Lock()
+        self._ring = Ring(0, most=_FEW_BYTES)
+        self._lent: deque[list[tuple[int, int]]] = deque()  # who has yet to read what is in the ring: rank and number
+        self._num_sent = dict.fromkeys(neighbours, 0)
+        self._num_asked = dict.fromkeys(neighbours, 0)
+        self._num_read = dict.fromkeys(neighbours, 0)
+        self._unread: dict[int, deque[Letter]] = {rank: deque() for rank in neighbours}
+        self._delivering = threading.Lock()
+        self._deliveries: deque[Delivery] = deque()
+        self._failure: Exception | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return self._ring.size
+
+    # --- sending ------------------------------------------------------------------------------------------------------
+
+    def expect(self, num_bytes: int) -> None:
+        """So much is sent at once: there shall be room for it twice, for readers are not always as fast, but not for more."""
+        self._ring.most = min(max(2 * num_bytes, self._ring.most), _MOST_BYTES)
+
+    def send(self, piece: Tensor, ranks: Sequence[int], *, tag: int) -> list[dist.Work]:
+        """To neighbours; what is returned is to be waited for before ``piece`` is changed."""
+        place = self._take(piece.nbytes, ranks)
+        if place != _AS_MESSAGE:
+            self.look(self._rank, place, piece).copy_(piece)
+        note = torch.tensor([place], device="cpu")
+        works = [self.group.send([note], rank, tag) for rank in ranks]
+        if place == _AS_MESSAGE:
+            works += [self.group.send([piece], rank, _WHOLE_TAG + tag) for rank in ranks]
+        for rank in ranks:
+            self._sent_to[rank].fill_(self._num_sent[rank])
+        return works
+
+    def _take(self, num_bytes: int, ranks: Sequence[int]) -> int:
+        numbers = []
+        for rank in ranks:
+            self._num_sent[rank] += 1
+            numbers.append((rank, self._num_sent[rank]))
+        self._free_what_was_read()
+        place = self._ring.take(-(-num_bytes // ALIGNMENT) * ALIGNMENT)
+        if place is None:
+            return _AS_MESSAGE
+        self._lent.append(numbers)
+        return place
+
+    def _free_what_was_read(self) -> None:
+        while self._lent:
+            readers = self._lent[0]
+            while readers and int(self._read_by[readers[-1][0]]) >= readers[-1][1]:
+                readers.pop()
+            if readers:
+                return
+            self._lent.popleft()
+            self._ring.free_oldest()
+
+    # --- receiving ----------------------------------------------------------------------------------------------------
+
+    def ask(self, like: Tensor, *, src: int, tag: int) -> Letter:
+        """What ``src`` sends next; of the size and type of ``like``."""
+        letter = Letter(self, like, src=src, tag=tag, number=self._num_asked[src])
+        self._num_asked[src] += 1
+        self._unread[src].append(letter)
+        return letter
+
+    def ask_into(self, to: Tensor, *, src: int, tag: int) -> Delivery:
+        """The same, copied to ``to``."""
+        delivery = Delivery(self, self.ask(to, src=src, tag=tag), to)
+        self._deliveries.append(delivery)
+        return delivery
+
+    def deliver_what_came(self) -> None:
+        """Copy what is there, so that its sender has room again, unless somebody is at it."""
+        if self._deliveries and self._delivering.acquire(blocking=False):
+            try:
+                while self._failure is None and self._deliveries and self._deliveries[0].letter.has_come:
+                    self._deliver_next()
+            finally:
+                self._delivering.release()
+
+    def deliver(self, delivery: Delivery) -> None:
+        with self._delivering:
+            while not delivery.is_done:
+                self._deliver_next()
+                if self._failure is not None:
+                    raise self._failure
+
+    def _deliver_next(self) -> None:
+        try:
+            if self._failure is None:
+                self._deliveries.popleft().finish()
+        except Exception as error:
+            self._failure = error  # for whoever waits for this or a later one, and can say what for
+
+    def look(self, rank: int, place: int, like: Tensor) -> Tensor:
+        return self._content[rank][place : place + like.nbytes].view(like.dtype)
+
+    def num_sent_by(self, rank: int) -> int:
+        return int(self._sent_by[rank])
+
+    def note_read(self, src: int) -> None:
+        # By whoever has read it. The lock also keeps the reading before the counting, for processors that would swap them.
+        with self._reading:
+            unread = self._unread[src]
+            while unread and unread[0].is_read:
+                unread.popleft()
+                self._num_read[src] += 1
+            self._read_of[src].fill_(self._num_read[src])
+
+
+def open_arena(group: dist.ProcessGroup) -> Arena:
+    """Find out which ranks of the group are on this host, and share memory with them. All ranks of the group call it.
+
+    Hosts are told apart by their kernel and their network: two network namespaces of one machine stand for two hosts. Where memory
+    cannot be shared (another container, another user, no such system call) messages go by the network, as between hosts.
+    """
+    rank, num_ranks, host = group.rank(), group.size(), _host()
+    size = _head_bytes(num_ranks) + _MOST_BYTES
+    memories: dict[int, Tensor] = {}
+    cards = torch.zeros(num_ranks, 6, dtype=torch.int64)
+    able = torch.zeros(num_ranks, dtype=torch.int64)
+    with ExitStack() as stack:
+        if host is not None:
+            file = os.memfd_create("zerolap")
+            stack.callback(os.close, file)  # the memory lives on while somebody has it mapped
+            os.ftruncate(file, size)
+            secret = secrets.randbits(62)
+            memories[rank] = _map(os.getpid(), file, size)
+            _secret_in(memories[rank], num_ranks).fill_(secret)
+            cards[rank] = torch.tensor([os.getpid(), file, secret, *host])
+        group.allreduce([cards]).wait()
+        if host is not None:
+            memories |= _map_neighbours(cards.tolist(), host, size=size, but=rank)
+            able[rank] = all(other in memories for other, card in enumerate(cards.tolist()) if tuple(card[3:]) == host)
+        # One that cannot read a neighbour's memory is nobody's neighbour, so that both sides of every pair agree.
+        group.allreduce([able]).wait()
+    is_able = able.tolist()
+    return Arena(group, {other: memory for other, memory in memories.items() if is_able[rank] and is_able[other]})
+
+
+def _map_neighbours(cards: list[list[int]], host: Host, *, size: int, but: int) -> dict[int, Tensor]:
+    found = {}
+    for rank, (pid, file, secret, *their_host) in enumerate(cards):
+        if rank != but and tuple(their_host) == host:
+            try:
+                memory = _map(pid, file, size)
+            except RuntimeError:  # not ours to open
+                continue
+            if _secret_in(memory, len(cards)) == secret:  # or else it is another process of that number
+                found[rank] = memory
+    return found
+
+
+def _map(pid: int, file: int, size: int) -> Tensor:
+    return torch.from_file(f"/proc/{pid}/fd/{file}", shared=True, size=size, dtype=torch.uint8)
+
+
+def _secret_in(memory: Tensor, num_ranks: int) -> Tensor:
+    return memory[16 * num_ranks : 16 * num_ranks + 8].view(torch.int64)
+
+
+def _head_bytes(num_ranks: int) -> int:
+    """Room for two counts per rank and the secret, in whole pages."""
+    return -(-(16 * num_ranks + 8) // _PAGE) * _PAGE
+
+
+def _host() -> Host | None:
+    """What ranks that can share memory, and are to, have in common; None if this one cannot."""
+    if not hasattr(os, "memfd_create"):
+        return None
+    try:
+        boot = int(Path("/proc/sys/kernel/random/boot_id").read_text().replace("-", ""), 16) >> 66
+        return boot, Path("/proc/self/ns/net").stat().st_ino, Path("/proc/self/ns/pid").stat().st_ino
+    except OSError:
+        return None
