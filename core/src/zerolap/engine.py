@@ -560,7 +560,14 @@ class Engine(ABC):
                 self._wait_for_bucket(index)
             if self.gather is Gather.EAGER:
                 self.watch.begun.append(perf_counter())
-            self._gathers[index] = self._start_gather(index, installed)
+            try:
+                self._gathers[index] = self._start_gather(index, installed)
+            except ZerolapError:
+                raise  # it knows more
+            except RuntimeError as error:
+                raise CollectiveError(
+                    f"{self._me}, bucket {index}: the gather could not be started: {error}"
+                ) from error
 
     def _finish_gathers(self) -> None:
         self._wait_for_all()

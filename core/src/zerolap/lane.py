@@ -90,9 +90,11 @@ def failed(error: BaseException) -> Future[Any]:
 
 
 # Of all lanes that are open. A thread that comes back from C++ while the interpreter ends takes the process down with it, so it
-# is given a moment to end by itself: the last job's waiter may be told before the lane has quite finished with it.
+# is given a moment to end by itself: the last job's waiter may be told before the lane has quite finished with it. So are the
+# backend's own threads, which cannot be joined: one that has just called a future's callback has yet to drop it.
 _open: weakref.WeakKeyDictionary[threading.Thread, queue.SimpleQueue[_Job | None]] = weakref.WeakKeyDictionary()
 _EXIT_SECONDS = 1.0  # one that waits for a peer is left behind
+_MOMENT = 0.1
 
 
 @atexit.register
@@ -103,6 +105,8 @@ def _end_lanes() -> None:
         jobs.put(None)
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
+    if threads:
+        time.sleep(_MOMENT)
 
 
 class ThreadLane:
