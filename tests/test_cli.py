@@ -36,11 +36,17 @@ def test_doctor_trains_on_what_can_be_used_and_says_why_the_rest_cannot() -> Non
     found = {adapter["name"]: adapter for adapter in json.loads(run.stdout)["adapters"]}
     assert found["cpu_gloo"]["why_unusable"] is None
     assert found["cpu_gloo"]["tried"] == "ok"
+    assert found["cpu_gloo"]["devices"] == [f"cpu: {os.cpu_count()} cores"]
+    assert found["cuda_nccl"]["devices"] == []
     assert "finds no device" in found["cuda_nccl"]["why_unusable"]
     assert "tried" not in found["cuda_nccl"]
     shown = _zerolap("doctor")
     assert shown.returncode == 0
     assert "pip install 'zerolap-ascend-hccl[npu]'" in shown.stdout, "brackets are not markup"
+
+
+def test_the_version_is_the_packages() -> None:
+    assert _zerolap("--version").stdout == f"zerolap {zerolap.__version__}\n"
 
 
 def test_conformance_gives_the_verdict_of_the_suite(tmp_path: Path) -> None:
@@ -56,7 +62,23 @@ def test_conformance_of_a_part_is_no_verdict(tmp_path: Path) -> None:
     run = _zerolap("conformance", "--adapter", "cpu_gloo", "--tier", "0", "--only", "DEV-2", folder=tmp_path)
     assert run.returncode == 1, run.stdout
     assert "does not conform at tier 0" in run.stdout
-    assert _zerolap("conformance", "--adapter", "nothing", "--only", "DEV-2", folder=tmp_path).returncode == 1
+
+
+def test_conformance_says_what_it_cannot_try(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import gone\n")
+    (tmp_path / "file").touch()
+    for arguments, words in (
+        (("nothing",), "no adapter 'nothing'; installed: ascend_hccl, cpu_gloo"),
+        (("gone:Adapter",), "No module named 'gone'"),
+        (("mine:Adapter",), "No module named 'gone'"),
+        (("zerolap_cpu_gloo:Gone",), "there is no 'Gone' in zerolap_cpu_gloo"),
+        (("cpu_gloo", "--only", "GONE"), "no requirement up to tier 3 is like 'GONE'"),
+        (("cpu_gloo", "--report", "file"), "--report file is a file"),
+    ):
+        run = _zerolap("conformance", "--adapter", *arguments, folder=tmp_path)
+        assert run.returncode == 2, (arguments, run.stdout)
+        assert words in run.stderr, (arguments, run.stderr)
+        assert "PASSED" not in run.stdout
 
 
 def test_new_adapter_writes_what_vendors_md_shows(tmp_path: Path) -> None:
@@ -72,7 +94,11 @@ def test_new_adapter_overwrites_nothing_and_takes_no_bad_name(tmp_path: Path) ->
     write(tmp_path / "one", name="one", has_streams=False)
     for arguments, words in (
         (("one", "--folder", "one"), "is there already"),
+        (("two", "--folder", "one/pyproject.toml"), "is a file, and a folder is needed"),
+        (("two", "--folder", "one/pyproject.toml/two"), "Not a directory"),
         (("Bad-Name",), "cannot be a name"),
+        (("two", "--device-type", 'x"'), "--device-type is a name of torch's"),
+        (("two", "--backend", ""), "--backend is a name of torch's"),
     ):
         run = _zerolap("new-adapter", *arguments, folder=tmp_path)
         assert run.returncode == 2
@@ -183,6 +209,7 @@ def test_plan_says_what_is_missing_or_wrong(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "mine.py").write_text(MODEL)
     (tmp_path / "bad.json").write_text('["x"]')
+    (tmp_path / "half.json").write_text("[[2.5]]")
     some = ("--params", "1e6", *LINK, *TIMES)
     for arguments, words in (
         ((*LINK, *TIMES), "one of --model MODULE:CALLABLE, --shapes FILE or --params NUMBER"),
@@ -198,6 +225,10 @@ def test_plan_says_what_is_missing_or_wrong(tmp_path: Path, monkeypatch: pytest.
         (("--model", "mine:nothing", *LINK, *TIMES), "not a torch.nn.Module"),
         ((*some, "--latency", "fast"), "a time is like"),
         ((*some, "--bandwidth", "-3Gbit"), "more than nothing"),
+        ((*some, "--bandwidth", "1e999Gbit"), "and finite"),
+        (("--params", "1e6", *LINK, "--flops", "fast", "--tokens", "5"), "--flops is a number of operations"),
+        (("--params", "1e6", *LINK, "--flops", "0", "--tokens", "5"), "--flops is a number of operations"),
+        (("--shapes", "half.json", *LINK, *TIMES), "a JSON list of shapes"),
         ((*some, "--optimizer", "Gone"), "a class of torch.optim"),
         ((*some, "--optimizer", "LBFGS", "--optimizer-options", "[]"), "a JSON object"),
         ((*some, "--optimizer", "SGD", "--optimizer-options", '{"lr": -1}'), "cannot step a parameter"),
@@ -232,6 +263,13 @@ def test_checkpoints_are_inspected_and_converted(tmp_path: Path) -> None:
     assert json.loads(_zerolap("checkpoint", "inspect", "run", "--json", folder=tmp_path).stdout)["ranks"] == 2
     assert _zerolap("checkpoint", "convert", "run", "one.pt", folder=tmp_path).returncode == 0
     assert _zerolap("checkpoint", "convert", "run", "one.pt", folder=tmp_path).returncode == 2, "it is there already"
+    for arguments, words in (
+        (("no/such/one.pt",), "there is no folder no/such"),
+        (("two.pt", "--step", "3"), "--step is for a file"),
+    ):
+        run = _zerolap("checkpoint", "convert", "run", *arguments, folder=tmp_path)
+        assert run.returncode == 2, run.stdout
+        assert words in run.stderr
     back = _zerolap("checkpoint", "convert", "one.pt", "back", "--json", folder=tmp_path)
     assert json.loads(back.stdout) == {"written": ["back/step-000000002"]}, back.stderr
     assert torch.load(tmp_path / "one.pt", weights_only=True)["optimizer"]["param_groups"][0]["lr"] == 0.01
@@ -240,6 +278,27 @@ def test_checkpoints_are_inspected_and_converted(tmp_path: Path) -> None:
     run = _zerolap("checkpoint", "inspect", "back", folder=tmp_path)
     assert run.returncode == 1
     assert "is damaged" in run.stderr
+
+
+def test_what_is_no_checkpoint_is_told_apart_from_a_damaged_one(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    torch.save({"model": {}, "optimizer": {"state": {}, "param_groups": []}}, tmp_path / "whole.pt")
+    for arguments, code, words in (
+        (("inspect", "gone"), 2, "gone is not there"),
+        (("inspect", "empty"), 2, "empty has no whole checkpoint"),
+        (("inspect", "file"), 2, "file is a file; a sharded checkpoint is a folder"),
+        (("convert", "gone", "new"), 2, "gone is not there"),
+        (("convert", "empty", "new"), 2, "empty has no whole checkpoint"),
+        (("convert", "whole.pt", "file"), 2, "file is a file; sharded checkpoints go to a folder"),
+        (("convert", "whole.pt", "new", "--step", "-1"), 2, "--step"),
+        (("convert", "file", "new"), 1, "file cannot be loaded safely: EOFError"),
+    ):
+        run = _zerolap("checkpoint", *arguments, folder=tmp_path)
+        assert run.returncode == code, (arguments, run.stdout, run.stderr)
+        assert words in run.stderr, (arguments, run.stderr)
+        assert "Traceback" not in run.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file", "whole.pt"]
 
 
 def test_the_demo_finds_the_same_numbers(tmp_path: Path) -> None:
