@@ -46,7 +46,7 @@ def test_doctor_trains_on_what_can_be_used_and_says_why_the_rest_cannot() -> Non
 
 
 def test_the_version_is_the_packages() -> None:
-    assert _zerolap("--version").stdout == f"zerolap {zerolap.__version__}\n"
+    assert CliRunner().invoke(app, ["--version"]).stdout == f"zerolap {zerolap.__version__}\n"
 
 
 def test_conformance_gives_the_verdict_of_the_suite(tmp_path: Path) -> None:
@@ -64,7 +64,9 @@ def test_conformance_of_a_part_is_no_verdict(tmp_path: Path) -> None:
     assert "does not conform at tier 0" in run.stdout
 
 
-def test_conformance_says_what_it_cannot_try(tmp_path: Path) -> None:
+def test_conformance_says_what_it_cannot_try(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])
     (tmp_path / "mine.py").write_text("import gone\n")
     (tmp_path / "file").touch()
     for arguments, words in (
@@ -72,13 +74,14 @@ def test_conformance_says_what_it_cannot_try(tmp_path: Path) -> None:
         (("gone:Adapter",), "No module named 'gone'"),
         (("mine:Adapter",), "No module named 'gone'"),
         (("zerolap_cpu_gloo:Gone",), "there is no 'Gone' in zerolap_cpu_gloo"),
-        (("cpu_gloo", "--only", "GONE"), "no requirement up to tier 3 is like 'GONE'"),
         (("cpu_gloo", "--report", "file"), "--report file is a file"),
     ):
-        run = _zerolap("conformance", "--adapter", *arguments, folder=tmp_path)
-        assert run.returncode == 2, (arguments, run.stdout)
+        run = CliRunner().invoke(app, ["conformance", "--adapter", *arguments])
+        assert run.exit_code == 2, (arguments, run.output)
         assert words in run.stderr, (arguments, run.stderr)
-        assert "PASSED" not in run.stdout
+    nothing = _zerolap("conformance", "--adapter", "cpu_gloo", "--only", "GONE", folder=tmp_path)
+    assert nothing.returncode == 2, nothing.stdout
+    assert "no requirement up to tier 3 is like 'GONE'" in nothing.stderr
 
 
 def test_new_adapter_writes_what_vendors_md_shows(tmp_path: Path) -> None:
@@ -90,7 +93,8 @@ def test_new_adapter_writes_what_vendors_md_shows(tmp_path: Path) -> None:
         assert (tmp_path / "zerolap-acme" / name).read_text() == shown
 
 
-def test_new_adapter_overwrites_nothing_and_takes_no_bad_name(tmp_path: Path) -> None:
+def test_new_adapter_overwrites_nothing_and_takes_no_bad_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     write(tmp_path / "one", name="one", has_streams=False)
     for arguments, words in (
         (("one", "--folder", "one"), "is there already"),
@@ -100,9 +104,9 @@ def test_new_adapter_overwrites_nothing_and_takes_no_bad_name(tmp_path: Path) ->
         (("two", "--device-type", 'x"'), "--device-type is a name of torch's"),
         (("two", "--backend", ""), "--backend is a name of torch's"),
     ):
-        run = _zerolap("new-adapter", *arguments, folder=tmp_path)
-        assert run.returncode == 2
-        assert words in run.stderr
+        run = CliRunner().invoke(app, ["new-adapter", *arguments])
+        assert run.exit_code == 2, (arguments, run.output)
+        assert words in run.stderr, (arguments, run.stderr)
     assert [path.name for path in tmp_path.iterdir()] == ["one"]
 
 
@@ -280,7 +284,10 @@ def test_checkpoints_are_inspected_and_converted(tmp_path: Path) -> None:
     assert "is damaged" in run.stderr
 
 
-def test_what_is_no_checkpoint_is_told_apart_from_a_damaged_one(tmp_path: Path) -> None:
+def test_what_is_no_checkpoint_is_told_apart_from_a_damaged_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
     torch.save({"model": {}, "optimizer": {"state": {}, "param_groups": []}}, tmp_path / "whole.pt")
@@ -294,10 +301,9 @@ def test_what_is_no_checkpoint_is_told_apart_from_a_damaged_one(tmp_path: Path) 
         (("convert", "whole.pt", "new", "--step", "-1"), 2, "--step"),
         (("convert", "file", "new"), 1, "file cannot be loaded safely: EOFError"),
     ):
-        run = _zerolap("checkpoint", *arguments, folder=tmp_path)
-        assert run.returncode == code, (arguments, run.stdout, run.stderr)
+        run = CliRunner().invoke(app, ["checkpoint", *arguments])
+        assert run.exit_code == code, (arguments, run.output)
         assert words in run.stderr, (arguments, run.stderr)
-        assert "Traceback" not in run.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file", "whole.pt"]
 
 
@@ -352,13 +358,17 @@ def test_without_torch_it_says_what_is_missing(tmp_path: Path) -> None:
     venv.create(tmp_path / "env", with_pip=False)
     python = str(tmp_path / "env/bin/python")
 
-    def call(*paths: str) -> subprocess.CompletedProcess[str]:
-        code = "import sys; sys.path += sys.argv[1:]; sys.argv = ['zerolap', 'doctor']; import zerolap_cli; zerolap_cli.main()"
-        return subprocess.run([python, "-c", code, str(ROOT / "core/src"), *paths], capture_output=True, text=True)
+    def call(*paths: str, command: str = "doctor") -> list[subprocess.CompletedProcess[str]]:
+        """As the installed command does it, and by -m."""
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT / "core/src"), *paths))}
+        ways = (["-c", "import zerolap_cli; zerolap_cli.main()"], ["-m", "zerolap"])
+        return [
+            subprocess.run([python, *way, command], env=environment, capture_output=True, text=True) for way in ways
+        ]
 
-    bare = call()
-    assert bare.returncode == 1
-    assert "pip install 'zerolap[cli]'" in bare.stderr
+    for bare in call():
+        assert bare.returncode == 1
+        assert "pip install 'zerolap[cli]'" in bare.stderr
     import rich
 
     site, some = Path(rich.__file__).parent.parent, tmp_path / "some"
@@ -366,6 +376,11 @@ def test_without_torch_it_says_what_is_missing(tmp_path: Path) -> None:
     for path in site.iterdir():  # everything that is installed here, but for torch and what needs it
         if not path.name.lower().startswith(("torch", "functorch", "zerolap", "_zerolap")) and path.suffix != ".pth":
             (some / path.name).symlink_to(path)
-    run = call(str(some))
-    assert run.returncode == 1, run.stderr
-    assert "torch is missing" in run.stdout, run.stdout + run.stderr
+    for run in call(str(some)):
+        assert run.returncode == 1, run.stderr
+        assert "torch is missing" in run.stdout, run.stdout + run.stderr
+    for run in call(str(some), command="demo"):
+        assert run.returncode == 1, run.stdout
+        assert "this needs torch; pip install torch" in run.stderr
+    importing = [python, "-c", f"import sys; sys.path.insert(0, {str(ROOT / 'core/src')!r}); import zerolap"]
+    assert "No module named 'torch'" in subprocess.run(importing, capture_output=True, text=True).stderr
