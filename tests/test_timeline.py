@@ -397,7 +397,12 @@ def test_in_a_terminal_the_command_opens_the_timeline_unless_it_goes_elsewhere(t
     assert call("--open", is_terminal=False) == [page]
     assert call("--open", "--json") == [page]
     assert call("--out", str(tmp_path / "x.html"), "--open") == [(tmp_path / "x.html").as_uri()]
-    for arguments in (["--no-open"], ["--json"], ["--out", str(tmp_path / "x.html")], ["--chrome", str(tmp_path / "x")]):
+    for arguments in (
+        ["--no-open"],
+        ["--json"],
+        ["--out", str(tmp_path / "x.html")],
+        ["--chrome", str(tmp_path / "x")],
+    ):
         assert call(*arguments) == []
     assert call(is_terminal=False) == [], "programs and pipes get no browser"
 

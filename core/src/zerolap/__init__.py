@@ -5,11 +5,7 @@ import importlib.util
 import sys
 from typing import Any
 
-if (
-    sys.argv[:1] == ["-m"]
-    and sys.orig_argv[-len(sys.argv)] == "zerolap"
-    and importlib.util.find_spec("torch") is None
-):
+if sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)] == "zerolap" and importlib.util.find_spec("torch") is None:
     # `python -m zerolap` comes here before it comes to __main__: the command can say what is missing, the imports below cannot.
     from zerolap_cli import main
 

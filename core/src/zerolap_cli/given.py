@@ -82,7 +82,9 @@ def to_operations_per_second(text: str) -> float:
         if not 0 < rate < math.inf:
             raise ValueError(text)
     except ValueError as error:
-        raise ValueError(f"--flops is a number of operations a second, for example 150T or 1.5e14, got {text!r}") from error
+        raise ValueError(
+            f"--flops is a number of operations a second, for example 150T or 1.5e14, got {text!r}"
+        ) from error
     return rate
 
 
@@ -144,7 +146,9 @@ def _from_shapes(path: Path) -> list[Described]:
     expected = "a JSON list of shapes such as [[512, 512], [512]], or an object of them by name, in the order of use"
     try:
         held = json.loads(path.read_text())
-        shapes = [[operator.index(size) for size in shape] for shape in (held.values() if isinstance(held, dict) else held)]
+        shapes = [
+            [operator.index(size) for size in shape] for shape in (held.values() if isinstance(held, dict) else held)
+        ]
     except OSError as error:
         raise ValueError(f"--shapes {path}: {error.strerror}") from error
     except (ValueError, TypeError) as error:
