@@ -268,12 +268,15 @@ def test_checkpoints_are_inspected_and_converted(tmp_path: Path) -> None:
     assert _zerolap("checkpoint", "convert", "run", "one.pt", folder=tmp_path).returncode == 0
     assert _zerolap("checkpoint", "convert", "run", "one.pt", folder=tmp_path).returncode == 2, "it is there already"
     for arguments, words in (
-        (("no/such/one.pt",), "there is no folder no/such"),
+        (("no/such/one.pt",), "there is no folder"),
         (("two.pt", "--step", "3"), "--step is for a file"),
     ):
-        run = _zerolap("checkpoint", "convert", "run", *arguments, folder=tmp_path)
-        assert run.returncode == 2, run.stdout
-        assert words in run.stderr
+        target, *options = arguments
+        refused = CliRunner().invoke(
+            app, ["checkpoint", "convert", f"{tmp_path}/run", f"{tmp_path}/{target}", *options]
+        )
+        assert refused.exit_code == 2, refused.output
+        assert words in refused.stderr
     back = _zerolap("checkpoint", "convert", "one.pt", "back", "--json", folder=tmp_path)
     assert json.loads(back.stdout) == {"written": ["back/step-000000002"]}, back.stderr
     assert torch.load(tmp_path / "one.pt", weights_only=True)["optimizer"]["param_groups"][0]["lr"] == 0.01
