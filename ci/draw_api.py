@@ -47,10 +47,11 @@ HEAD = """\
 Generated from the sources by `python ci/draw_api.py`, for version {version}; do not edit.
 
 Public are the names on this page, `zerolap.__version__`, the entry point group `zerolap.adapters`, the environment variable
-`ZEROLAP_DEBUG`, and the format of checkpoints. All of it is typed, and the packages say so (`py.typed`). Whatever is not here
-may change in any version, and so may the words of a message; the types of exceptions stay.
+`ZEROLAP_DEBUG`, the [command line](command-line.md) with its exit codes and what `--json` prints, and the formats of checkpoints
+and verdicts. All names are typed, and the packages say so (`py.typed`). Whatever is not here may change in any version, and so may
+the words of a message; the types of exceptions stay.
 
-* **Versions** are `major.minor.patch`, one for all packages. A patch changes nothing on this page, a minor version adds to it, a
+* **Versions** are `major.minor.patch`, one for all packages. A patch changes none of this, a minor version adds to it, a
   major version may take away. Before 1.0 a minor version may take away, too, but by the next rule only.
 * **Deprecation.** What will go, or will mean something else, works as before for at least two minor versions, with a
   `DeprecationWarning` that says what to use instead and an entry in [CHANGELOG.md](changelog.md).

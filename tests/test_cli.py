@@ -36,11 +36,17 @@ def test_doctor_trains_on_what_can_be_used_and_says_why_the_rest_cannot() -> Non
     found = {adapter["name"]: adapter for adapter in json.loads(run.stdout)["adapters"]}
     assert found["cpu_gloo"]["why_unusable"] is None
     assert found["cpu_gloo"]["tried"] == "ok"
+    assert found["cpu_gloo"]["devices"] == [f"cpu: {os.cpu_count()} cores"]
+    assert found["cuda_nccl"]["devices"] == []
     assert "finds no device" in found["cuda_nccl"]["why_unusable"]
     assert "tried" not in found["cuda_nccl"]
     shown = _zerolap("doctor")
     assert shown.returncode == 0
     assert "pip install 'zerolap-ascend-hccl[npu]'" in shown.stdout, "brackets are not markup"
+
+
+def test_the_version_is_the_packages() -> None:
+    assert CliRunner().invoke(app, ["--version"]).stdout == f"zerolap {zerolap.__version__}\n"
 
 
 def test_conformance_gives_the_verdict_of_the_suite(tmp_path: Path) -> None:
@@ -56,7 +62,26 @@ def test_conformance_of_a_part_is_no_verdict(tmp_path: Path) -> None:
     run = _zerolap("conformance", "--adapter", "cpu_gloo", "--tier", "0", "--only", "DEV-2", folder=tmp_path)
     assert run.returncode == 1, run.stdout
     assert "does not conform at tier 0" in run.stdout
-    assert _zerolap("conformance", "--adapter", "nothing", "--only", "DEV-2", folder=tmp_path).returncode == 1
+
+
+def test_conformance_says_what_it_cannot_try(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    (tmp_path / "mine.py").write_text("import gone\n")
+    (tmp_path / "file").touch()
+    for arguments, words in (
+        (("nothing",), "no adapter 'nothing'; installed: ascend_hccl, cpu_gloo"),
+        (("gone:Adapter",), "No module named 'gone'"),
+        (("mine:Adapter",), "No module named 'gone'"),
+        (("zerolap_cpu_gloo:Gone",), "there is no 'Gone' in zerolap_cpu_gloo"),
+        (("cpu_gloo", "--report", "file"), "--report file is a file"),
+    ):
+        run = CliRunner().invoke(app, ["conformance", "--adapter", *arguments])
+        assert run.exit_code == 2, (arguments, run.output)
+        assert words in run.stderr, (arguments, run.stderr)
+    nothing = _zerolap("conformance", "--adapter", "cpu_gloo", "--only", "GONE", folder=tmp_path)
+    assert nothing.returncode == 2, nothing.stdout
+    assert "no requirement up to tier 3 is like 'GONE'" in nothing.stderr
 
 
 def test_new_adapter_writes_what_vendors_md_shows(tmp_path: Path) -> None:
@@ -68,15 +93,20 @@ def test_new_adapter_writes_what_vendors_md_shows(tmp_path: Path) -> None:
         assert (tmp_path / "zerolap-acme" / name).read_text() == shown
 
 
-def test_new_adapter_overwrites_nothing_and_takes_no_bad_name(tmp_path: Path) -> None:
+def test_new_adapter_overwrites_nothing_and_takes_no_bad_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     write(tmp_path / "one", name="one", has_streams=False)
     for arguments, words in (
         (("one", "--folder", "one"), "is there already"),
+        (("two", "--folder", "one/pyproject.toml"), "is a file, and a folder is needed"),
+        (("two", "--folder", "one/pyproject.toml/two"), "Not a directory"),
         (("Bad-Name",), "cannot be a name"),
+        (("two", "--device-type", 'x"'), "--device-type is a name of torch's"),
+        (("two", "--backend", ""), "--backend is a name of torch's"),
     ):
-        run = _zerolap("new-adapter", *arguments, folder=tmp_path)
-        assert run.returncode == 2
-        assert words in run.stderr
+        run = CliRunner().invoke(app, ["new-adapter", *arguments])
+        assert run.exit_code == 2, (arguments, run.output)
+        assert words in run.stderr, (arguments, run.stderr)
     assert [path.name for path in tmp_path.iterdir()] == ["one"]
 
 
@@ -183,6 +213,7 @@ def test_plan_says_what_is_missing_or_wrong(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "mine.py").write_text(MODEL)
     (tmp_path / "bad.json").write_text('["x"]')
+    (tmp_path / "half.json").write_text("[[2.5]]")
     some = ("--params", "1e6", *LINK, *TIMES)
     for arguments, words in (
         ((*LINK, *TIMES), "one of --model MODULE:CALLABLE, --shapes FILE or --params NUMBER"),
@@ -198,6 +229,10 @@ def test_plan_says_what_is_missing_or_wrong(tmp_path: Path, monkeypatch: pytest.
         (("--model", "mine:nothing", *LINK, *TIMES), "not a torch.nn.Module"),
         ((*some, "--latency", "fast"), "a time is like"),
         ((*some, "--bandwidth", "-3Gbit"), "more than nothing"),
+        ((*some, "--bandwidth", "1e999Gbit"), "and finite"),
+        (("--params", "1e6", *LINK, "--flops", "fast", "--tokens", "5"), "--flops is a number of operations"),
+        (("--params", "1e6", *LINK, "--flops", "0", "--tokens", "5"), "--flops is a number of operations"),
+        (("--shapes", "half.json", *LINK, *TIMES), "a JSON list of shapes"),
         ((*some, "--optimizer", "Gone"), "a class of torch.optim"),
         ((*some, "--optimizer", "LBFGS", "--optimizer-options", "[]"), "a JSON object"),
         ((*some, "--optimizer", "SGD", "--optimizer-options", '{"lr": -1}'), "cannot step a parameter"),
@@ -232,6 +267,16 @@ def test_checkpoints_are_inspected_and_converted(tmp_path: Path) -> None:
     assert json.loads(_zerolap("checkpoint", "inspect", "run", "--json", folder=tmp_path).stdout)["ranks"] == 2
     assert _zerolap("checkpoint", "convert", "run", "one.pt", folder=tmp_path).returncode == 0
     assert _zerolap("checkpoint", "convert", "run", "one.pt", folder=tmp_path).returncode == 2, "it is there already"
+    for arguments, words in (
+        (("no/such/one.pt",), "there is no folder"),
+        (("two.pt", "--step", "3"), "--step is for a file"),
+    ):
+        target, *options = arguments
+        refused = CliRunner().invoke(
+            app, ["checkpoint", "convert", f"{tmp_path}/run", f"{tmp_path}/{target}", *options]
+        )
+        assert refused.exit_code == 2, refused.output
+        assert words in refused.stderr
     back = _zerolap("checkpoint", "convert", "one.pt", "back", "--json", folder=tmp_path)
     assert json.loads(back.stdout) == {"written": ["back/step-000000002"]}, back.stderr
     assert torch.load(tmp_path / "one.pt", weights_only=True)["optimizer"]["param_groups"][0]["lr"] == 0.01
@@ -240,6 +285,29 @@ def test_checkpoints_are_inspected_and_converted(tmp_path: Path) -> None:
     run = _zerolap("checkpoint", "inspect", "back", folder=tmp_path)
     assert run.returncode == 1
     assert "is damaged" in run.stderr
+
+
+def test_what_is_no_checkpoint_is_told_apart_from_a_damaged_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    torch.save({"model": {}, "optimizer": {"state": {}, "param_groups": []}}, tmp_path / "whole.pt")
+    for arguments, code, words in (
+        (("inspect", "gone"), 2, "gone is not there"),
+        (("inspect", "empty"), 2, "empty has no whole checkpoint"),
+        (("inspect", "file"), 2, "file is a file; a sharded checkpoint is a folder"),
+        (("convert", "gone", "new"), 2, "gone is not there"),
+        (("convert", "empty", "new"), 2, "empty has no whole checkpoint"),
+        (("convert", "whole.pt", "file"), 2, "file is a file; sharded checkpoints go to a folder"),
+        (("convert", "whole.pt", "new", "--step", "-1"), 2, "--step"),
+        (("convert", "file", "new"), 1, "file cannot be loaded safely: EOFError"),
+    ):
+        run = CliRunner().invoke(app, ["checkpoint", *arguments])
+        assert run.exit_code == code, (arguments, run.output)
+        assert words in run.stderr, (arguments, run.stderr)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file", "whole.pt"]
 
 
 def test_the_demo_finds_the_same_numbers(tmp_path: Path) -> None:
@@ -293,13 +361,17 @@ def test_without_torch_it_says_what_is_missing(tmp_path: Path) -> None:
     venv.create(tmp_path / "env", with_pip=False)
     python = str(tmp_path / "env/bin/python")
 
-    def call(*paths: str) -> subprocess.CompletedProcess[str]:
-        code = "import sys; sys.path += sys.argv[1:]; sys.argv = ['zerolap', 'doctor']; import zerolap_cli; zerolap_cli.main()"
-        return subprocess.run([python, "-c", code, str(ROOT / "core/src"), *paths], capture_output=True, text=True)
+    def call(*paths: str, command: str = "doctor") -> list[subprocess.CompletedProcess[str]]:
+        """As the installed command does it, and by -m."""
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT / "core/src"), *paths))}
+        ways = (["-c", "import zerolap_cli; zerolap_cli.main()"], ["-m", "zerolap"])
+        return [
+            subprocess.run([python, *way, command], env=environment, capture_output=True, text=True) for way in ways
+        ]
 
-    bare = call()
-    assert bare.returncode == 1
-    assert "pip install 'zerolap[cli]'" in bare.stderr
+    for bare in call():
+        assert bare.returncode == 1
+        assert "pip install 'zerolap[cli]'" in bare.stderr
     import rich
 
     site, some = Path(rich.__file__).parent.parent, tmp_path / "some"
@@ -307,6 +379,11 @@ def test_without_torch_it_says_what_is_missing(tmp_path: Path) -> None:
     for path in site.iterdir():  # everything that is installed here, but for torch and what needs it
         if not path.name.lower().startswith(("torch", "functorch", "zerolap", "_zerolap")) and path.suffix != ".pth":
             (some / path.name).symlink_to(path)
-    run = call(str(some))
-    assert run.returncode == 1, run.stderr
-    assert "torch is missing" in run.stdout, run.stdout + run.stderr
+    for run in call(str(some)):
+        assert run.returncode == 1, run.stderr
+        assert "torch is missing" in run.stdout, run.stdout + run.stderr
+    for run in call(str(some), command="demo"):
+        assert run.returncode == 1, run.stdout
+        assert "this needs torch; pip install torch" in run.stderr
+    importing = [python, "-c", f"import sys; sys.path.insert(0, {str(ROOT / 'core/src')!r}); import zerolap"]
+    assert "No module named 'torch'" in subprocess.run(importing, capture_output=True, text=True).stderr

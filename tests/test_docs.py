@@ -226,8 +226,10 @@ def _check(words: list[str], folder: Path) -> None:
     match words:
         case ["export", assignment]:
             assert "=" in assignment
-        case ["git", "clone", *_] | ["cd", _]:
+        case ["git", "clone", *_] | ["cd", _] | ["python3", "-m", "venv", ".venv"] | [".", ".venv/bin/activate"]:
             pass
+        case ["pip", "install", package] if "==" in package:
+            assert package in (ROOT / "ci/constraints.txt").read_text().split(), f"{package} is not what is tested"
         case ["pip", "install", *packages]:
             for package in packages:
                 _check_package(package)
@@ -284,6 +286,7 @@ def test_commands_in_the_docs_are_real(tmp_path: Path) -> None:
         "torchrun examples/nothing.py",
         "pip install './core[nothing]'",
         "pip install ./nothing",
+        "pip install torch==2.0.0",
         "ci/run_tox -e nothing",
         "ci/nothing",
         "make all",

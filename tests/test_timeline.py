@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import subprocess
 import sys
 import venv
@@ -363,6 +365,46 @@ def test_the_command_refuses_what_is_no_run(tmp_path: Path) -> None:
     ran = _zerolap("trace", tmp_path, "--out", tmp_path / "no/such/folder.html")
     assert ran.returncode == 1
     assert "cannot be written: No such file or directory" in ran.stderr
+
+
+def test_in_a_terminal_the_command_opens_the_timeline_unless_it_goes_elsewhere(tmp_path: Path) -> None:
+    for trace in run_of(2, 4, 1):
+        write(trace, tmp_path / "run")
+    browser, asked = tmp_path / "browser", tmp_path / "asked"
+    browser.write_text(f'#!/bin/sh\necho "$1" >> {asked}\n')
+    browser.chmod(0o755)
+    code = f"import sys; sys.path.insert(0, {str(ROOT / 'core/src')!r}); import zerolap_cli; zerolap_cli.main()"
+
+    def call(*arguments: str, is_terminal: bool = True) -> list[str]:
+        """The pages that a browser was asked for."""
+        asked.write_text("")
+        ours, theirs = pty.openpty()
+        try:
+            done = subprocess.run(
+                [sys.executable, "-c", code, "trace", str(tmp_path / "run"), *arguments],
+                env={**os.environ, "BROWSER": f"{browser} %s"},
+                stdout=theirs if is_terminal else subprocess.DEVNULL,
+                timeout=120,
+            )
+        finally:
+            os.close(ours)
+            os.close(theirs)
+        assert done.returncode == 0
+        return asked.read_text().split()
+
+    page = (tmp_path / "run/timeline.html").as_uri()
+    assert call() == [page]
+    assert call("--open", is_terminal=False) == [page]
+    assert call("--open", "--json") == [page]
+    assert call("--out", str(tmp_path / "x.html"), "--open") == [(tmp_path / "x.html").as_uri()]
+    for arguments in (
+        ["--no-open"],
+        ["--json"],
+        ["--out", str(tmp_path / "x.html")],
+        ["--chrome", str(tmp_path / "x")],
+    ):
+        assert call(*arguments) == []
+    assert call(is_terminal=False) == [], "programs and pipes get no browser"
 
 
 def test_the_command_needs_no_torch(tmp_path: Path) -> None:

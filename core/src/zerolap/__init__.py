@@ -1,7 +1,15 @@
 """Sharded optimizers for data-parallel training, overlapped with backward, on any backend of torch.distributed."""
 
 import importlib
+import importlib.util
+import sys
 from typing import Any
+
+if sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)] == "zerolap" and importlib.util.find_spec("torch") is None:
+    # `python -m zerolap` comes here before it comes to __main__: the command can say what is missing, the imports below cannot.
+    from zerolap_cli import main
+
+    main()
 
 from zerolap.adapter import Adapter, Capabilities, GroupSpec
 from zerolap.attach import GradScaler, Handle, attach, trace

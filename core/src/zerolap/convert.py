@@ -84,7 +84,7 @@ def from_file(file: str | os.PathLike[str], folder: str | os.PathLike[str], *, s
     try:
         whole = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise CheckpointError(f"{file} cannot be loaded safely: {error}") from error
+        raise CheckpointError(f"{file} cannot be loaded safely: {type(error).__name__}: {error}") from error
     if not isinstance(whole, dict) or not {"model", "optimizer"} <= whole.keys():
         raise CheckpointError(f"{file} has no 'model' and 'optimizer' state dicts")
     model, optimizer = whole["model"], whole["optimizer"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -19,7 +20,6 @@ from rich.markup import escape
 
 app = typer.Typer(
     name="zerolap",
-    help="Sharded optimizers for data-parallel training, on any accelerator.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -41,6 +41,21 @@ def need(*modules: str) -> None:
     missing = [module for module in modules if importlib.util.find_spec(module) is None]
     if missing:
         raise fail(f"this needs {', '.join(missing)}; pip install {' '.join(packages.get(m, m) for m in missing)}")
+
+
+def _say_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"zerolap {importlib.metadata.version('zerolap')}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    is_version_asked: Annotated[
+        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Sharded optimizers for data-parallel training, on any accelerator."""
 
 
 @app.command()
@@ -82,10 +97,16 @@ def conformance(
 ) -> None:
     """Try every requirement of an adapter on real ranks, and give a verdict.
 
-    The same suite as `pytest --pyargs zerolap_conformance --zerolap-adapter NAME`. Exit code 0 only if the adapter conforms.
+    The same suite as `pytest --pyargs zerolap_conformance --zerolap-adapter NAME`. Exit code 0 only if the adapter conforms, 2 if
+    there is no such adapter or requirement.
     """
     need("torch", "zerolap_conformance", "pytest")
     import pytest
+
+    sys.path.insert(0, "")  # as `python -m pytest` does, so that module:attribute finds what lies here
+    _check_adapter(adapter)
+    if report is not None and report.exists() and not report.is_dir():
+        raise fail(f"--report {report} is a file, and a folder is needed", code=2)
 
     with tempfile.TemporaryDirectory() as temporary:
         folder = report or (Path(temporary) if as_json else None)
@@ -94,12 +115,32 @@ def conformance(
         options += ["--zerolap-adapter", adapter, "--zerolap-nproc", str(nproc), "--zerolap-tier", str(tier)]
         options += ["--zerolap-report", str(folder)] if folder is not None else []
         options += ["-k", only] if only is not None else []
-        sys.path.insert(0, "")  # as `python -m pytest` does, so that module:attribute finds what lies here
         with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
             code = pytest.main([*options, "--pyargs", "zerolap_conformance"])
         if as_json and folder is not None and (folder / "verdict.json").exists():
             typer.echo((folder / "verdict.json").read_text())
+    if code == pytest.ExitCode.NO_TESTS_COLLECTED:
+        raise fail(f"no requirement up to tier {tier} is like {only!r}", code=2)
     raise typer.Exit(int(code))
+
+
+def _check_adapter(given: str) -> None:
+    """End with code 2 if nothing goes by this name. What is there and broken is for the verdict to say."""
+    from zerolap.registry import installed_adapters
+
+    module, is_path, name = given.partition(":")
+    if is_path:
+        try:
+            is_there = hasattr(importlib.import_module(module), name)
+        except ModuleNotFoundError as error:
+            raise fail(f"--adapter {given} cannot be imported: {error}", code=2) from error
+        if not is_there:
+            raise fail(f"--adapter {given}: there is no {name!r} in {module}", code=2)
+    elif given not in installed_adapters():
+        names = ", ".join(installed_adapters()) or "none"
+        raise fail(
+            f"no adapter {given!r}; installed: {names}. One that is not installed is given as module:attribute", code=2
+        )
 
 
 @app.command()
@@ -213,7 +254,7 @@ def new_adapter(
     folder = folder or Path(f"zerolap-{name}")
     try:
         written = write(folder, name=name, device_type=device_type, backend=backend, has_streams=has_streams)
-    except (ValueError, FileExistsError) as error:
+    except (ValueError, OSError) as error:
         raise fail(str(error), code=2) from error
     if as_json:
         typer.echo(json.dumps({"written": [str(path) for path in written]}))
@@ -234,9 +275,14 @@ def trace(
     ] = None,
     as_json: AsJson = False,
     is_opened: Annotated[
-        bool,
-        typer.Option("--open/--no-open", help="Open the timeline in a browser; without --out it is written beside."),
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--open/--no-open",
+            help="Open the timeline in a browser; without --out it is written beside the traces. Done in a terminal, "
+            "unless --out, --chrome or --json says where else it goes.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Say how much of the communication was hidden, and show it. Needs no torch.
 
@@ -247,6 +293,8 @@ def trace(
     missing = [str(path) for path in paths if not path.exists()]
     if missing:
         raise fail(f"{', '.join(missing)} is not there", code=2)
+    if is_opened is None:
+        is_opened = sys.stdout.isatty() and page is None and chrome is None and not as_json
     if is_opened and page is None:
         page = (paths[0] if paths[0].is_dir() else paths[0].parent) / "timeline.html"
     try:
@@ -328,8 +376,9 @@ def inspect(
     from zerolap import convert
     from zerolap.reading import CheckpointError
 
+    path = _checkpoint_at(path)
     try:
-        found = convert.describe(_checkpoint_at(path))
+        found = convert.describe(path)
     except CheckpointError as error:
         raise fail(str(error)) from error
     if as_json:
@@ -352,7 +401,9 @@ def inspect(
 def convert(
     source: Annotated[Path, typer.Argument(help="A sharded checkpoint (or a folder of them), or a file.")],
     target: Annotated[Path, typer.Argument(help="A file, or a folder for sharded checkpoints.")],
-    step: Annotated[int | None, typer.Option(help="The step of the new checkpoint, if the file does not say.")] = None,
+    step: Annotated[
+        int | None, typer.Option(min=0, help="The step of a new sharded checkpoint, if the file does not say.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Make one file of a sharded checkpoint, with the plain optimizer's state dict, or a sharded checkpoint of such a file."""
@@ -360,26 +411,39 @@ def convert(
     from zerolap import convert as converting
     from zerolap.reading import CheckpointError
 
-    if not source.exists():
-        raise fail(f"{source} is not there", code=2)
-    if source.is_dir() and target.exists():
+    is_file = source.is_file()
+    checkpoint = source if is_file else _checkpoint_at(source)
+    if is_file and target.exists() and not target.is_dir():
+        raise fail(f"{target} is a file; sharded checkpoints go to a folder", code=2)
+    if not is_file and target.exists():
         raise fail(f"{target} is there already", code=2)
+    if not is_file and not target.absolute().parent.is_dir():
+        raise fail(f"{target} cannot be written: there is no folder {target.parent}", code=2)
+    if not is_file and step is not None:
+        raise fail("--step is for a file that does not say its step; a sharded checkpoint does", code=2)
     try:
         with err.status(f"converting {source} ..."):
-            if source.is_dir():
-                converting.to_file(_checkpoint_at(source), target)
-                made = target
-            else:
+            if is_file:
                 made = converting.from_file(source, target, step=step)
-    except CheckpointError as error:
+            else:
+                converting.to_file(checkpoint, target)
+                made = target
+    except (CheckpointError, OSError) as error:
         raise fail(str(error)) from error
     typer.echo(json.dumps({"written": [str(made)]}) if as_json else f"written: {made}")
 
 
 def _checkpoint_at(path: Path) -> Path:
+    """The checkpoint that is meant; ends with code 2 if there is none."""
     from zerolap.checkpoint import path_of, steps
 
-    held = steps(path)
-    if (path / "manifest.json").exists() or not held:
+    if not path.exists():
+        raise fail(f"{path} is not there", code=2)
+    if not path.is_dir():
+        raise fail(f"{path} is a file; a sharded checkpoint is a folder", code=2)
+    if (path / "manifest.json").exists():
         return path
+    held = steps(path)
+    if not held:
+        raise fail(f"{path} has no whole checkpoint: neither manifest.json nor a folder step-N with one", code=2)
     return path_of(path, max(held))

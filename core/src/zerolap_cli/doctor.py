@@ -1,8 +1,9 @@
-"""What `zerolap doctor` finds: versions, adapters, advice, and whether two ranks can train."""
+"""What `zerolap doctor` finds: versions, adapters and their devices, advice, and whether two ranks can train."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 import tempfile
 from dataclasses import asdict
@@ -35,7 +36,8 @@ def examine() -> dict[str, Any]:
         }
         if info.device_type is not None:
             adapter = load_adapter(info.name)
-            described |= {"capabilities": asdict(adapter.capabilities), "advice": _advice(adapter)}
+            devices = _devices(adapter) if info.why_unusable is None else []
+            described |= {"devices": devices, "capabilities": asdict(adapter.capabilities), "advice": _advice(adapter)}
         found["adapters"].append(described)
     return found
 
@@ -45,6 +47,17 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _devices(adapter: Any) -> list[str]:
+    """What this process sees of the adapter's devices, by name; each may train one rank, and a CPU any number."""
+    import torch
+
+    if adapter.device_type == "cpu":
+        return [f"cpu: {os.cpu_count()} cores"]
+    module = torch.get_device_module(adapter.device_type)
+    name_of = getattr(module, "get_device_name", lambda index: "of unknown name")
+    return [f"{adapter.device_type}:{index}: {name_of(index)}" for index in range(module.device_count())]
 
 
 def _advice(adapter: Any) -> list[str]:
@@ -73,6 +86,8 @@ def show(found: dict[str, Any], console: Console) -> None:
         why = adapter["why_unusable"]
         usable = "[green]usable[/green]" if why is None else f"[yellow]not usable:[/yellow] {escape(why)}"
         console.print(f"[bold]{adapter['name']}[/bold] ({adapter['device_type'] or 'unknown device'}): {usable}")
+        for device in adapter.get("devices", ()):
+            console.print(f"    {escape(device)}")
         if "tried" in adapter:
             console.print(f"    trained on two ranks: {escape(adapter['tried'])}")
         if "capabilities" in adapter:

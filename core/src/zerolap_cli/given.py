@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import operator
 import re
 import sys
 from dataclasses import dataclass
@@ -66,8 +67,24 @@ def to_bytes_per_second(text: str) -> float:
         rate = float(number) * _PREFIXES[prefix] / (8 if unit in ("bit", "b") else 1)
     except ValueError as error:
         raise ValueError(f"a bandwidth is like 100Gbit, 1000Mbit or 12.5GB a second, got {text!r}") from error
-    if not rate > 0:
-        raise ValueError(f"a bandwidth is more than nothing, got {text!r}")
+    if not 0 < rate < math.inf:
+        raise ValueError(f"a bandwidth is more than nothing, and finite, got {text!r}")
+    return rate
+
+
+def to_operations_per_second(text: str) -> float:
+    """Of "150T" or "1.5e14"."""
+    found = re.fullmatch(r"\s*([\d.eE+-]+)\s*([kMGTP]?)\s*", text)
+    try:
+        if found is None:
+            raise ValueError(text)
+        rate = float(found[1]) * _PREFIXES[found[2]]
+        if not 0 < rate < math.inf:
+            raise ValueError(text)
+    except ValueError as error:
+        raise ValueError(
+            f"--flops is a number of operations a second, for example 150T or 1.5e14, got {text!r}"
+        ) from error
     return rate
 
 
@@ -129,7 +146,9 @@ def _from_shapes(path: Path) -> list[Described]:
     expected = "a JSON list of shapes such as [[512, 512], [512]], or an object of them by name, in the order of use"
     try:
         held = json.loads(path.read_text())
-        shapes = [[int(size) for size in shape] for shape in (held.values() if isinstance(held, dict) else held)]
+        shapes = [
+            [operator.index(size) for size in shape] for shape in (held.values() if isinstance(held, dict) else held)
+        ]
     except OSError as error:
         raise ValueError(f"--shapes {path}: {error.strerror}") from error
     except (ValueError, TypeError) as error:

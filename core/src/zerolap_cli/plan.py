@@ -34,6 +34,7 @@ from zerolap_cli.given import (
     params_of,
     precision_of,
     to_bytes_per_second,
+    to_operations_per_second,
     to_seconds,
 )
 
@@ -110,7 +111,7 @@ def _link_and_compute(wanted: Wanted, measured: Measured | None, work: float) ->
         compute = replace(compute, forward=to_seconds(wanted.forward), backward=to_seconds(wanted.backward))
     elif wanted.flops is not None and wanted.tokens is not None:
         # Two operations for each parameter and token forward, twice as many backward.
-        seconds = 2 * work * wanted.tokens / (8 * to_bytes_per_second(wanted.flops + "bit"))
+        seconds = 2 * work * wanted.tokens / to_operations_per_second(wanted.flops)
         compute = replace(compute, forward=seconds, backward=2 * seconds)
     elif measured is None or wanted.forward or wanted.backward or wanted.flops or wanted.tokens:
         raise ValueError(

@@ -44,6 +44,11 @@ def write(
     """Write the package; ValueError or FileExistsError, before anything is written, if it cannot be right."""
     if not re.fullmatch("[a-z][a-z0-9_]*", name):
         raise ValueError(f"{name!r} cannot be a name; use lower-case letters, digits and underscores, for example acme")
+    for option, text in (("--device-type", device_type), ("--backend", backend)):
+        if text is not None and not re.fullmatch(r"[A-Za-z]\w*", text):
+            raise ValueError(f"{option} is a name of torch's such as cuda or nccl, got {text!r}")
+    if folder.exists() and not folder.is_dir():
+        raise FileExistsError(f"{folder} is a file, and a folder is needed")
     if folder.exists() and any(folder.iterdir()):
         raise FileExistsError(f"{folder} is there already, and not empty")
     values = {

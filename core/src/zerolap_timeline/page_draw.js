@@ -118,16 +118,16 @@ function bars(context, spans, y, height, colour, { least = 0.75 } = {}) {
   if (right > left) context.fillRect(left, y, right - left, height);
 }
 
-// Each by itself, with its bucket's number where there is room.
-function numberedBars(context, spans, y, height, colour) {
+// Each by itself.
+function singleBars(context, spans, y, height, colour) {
   let last = -1;
+  context.fillStyle = colour;
   for (let i = firstEndingAfter(spans, view.from); i < spans.length && spans[i].start < view.to; i++) {
     const x = Math.max(view.gutter, toX(spans[i].start));
     const end = Math.min(view.width, toX(spans[i].end));
     if (end < last + 0.4) continue;
     const width = Math.max(0.75, end - x - (end - x > 3 ? 0.75 : 0));
     last = x + width;
-    context.fillStyle = colour;
     if (width < 6) {
       context.fillRect(x, y, width, height);
       continue;
@@ -135,9 +135,19 @@ function numberedBars(context, spans, y, height, colour) {
     context.beginPath();
     context.roundRect(x, y, width, height, 2);
     context.fill();
-    if (spans[i].bucket < 0 || width < 15) continue;
-    context.fillStyle = colours["on-bar"];
+  }
+}
+
+// The number of each bar's bucket, where there is room. Drawn last: red parts of the bars would hide it.
+function numbers(context, spans, y, height) {
+  let free = -1; // bars of a track may overlap, if there are too many for tracks of their own
+  context.fillStyle = colours["on-bar"];
+  for (let i = firstEndingAfter(spans, view.from); i < spans.length && spans[i].start < view.to; i++) {
+    const x = Math.max(view.gutter, toX(spans[i].start));
+    const width = Math.min(view.width, toX(spans[i].end)) - x;
+    if (spans[i].bucket < 0 || width < 15 || x < free) continue;
     context.fillText(spans[i].bucket, x + 4, y + height / 2 + 0.5, width - 5);
+    free = x + 4 + context.measureText(spans[i].bucket).width;
   }
 }
 
@@ -173,13 +183,14 @@ function drawRank(context, { rank, y, height }) {
     top += gap;
     laneTops.push(top);
     rank.lanes[lane].forEach((spans, place) => {
-      if (isOpen) numberedBars(context, spans, top + place * track, track - 2, colour);
+      if (isOpen) singleBars(context, spans, top + place * track, track - 2, colour);
       else bars(context, spans, top, track, colour);
     });
     for (let place = 0; place < (isOpen ? tracks[lane] : 1); place++) {
       const parts = isOpen ? rank.parts[lane].filter((piece) => piece.track === place) : rank.parts[lane];
       bars(context, parts, top + place * track, track - (isOpen ? 2 : 0), colours.exposed, { least: 1 });
     }
+    if (isOpen) rank.lanes[lane].forEach((spans, place) => numbers(context, spans, top + place * track, track - 2));
     top += tracks[lane] * track;
   });
   if (view.hover && view.hover.rank === rank) {
@@ -249,7 +260,8 @@ function drawAxis(context) {
     const x = toX(start);
     if (x < view.gutter - 1 || x > view.width) continue;
     context.fillStyle = colours.line;
-    context.fillRect(x, 4, 1, view.height);
+    context.fillRect(x, 4, 1, 14); // beside its name, and below the axis: through the times it would strike them out
+    context.fillRect(x, AXIS, 1, view.height);
     const text = `update ${update}`;
     const width = context.measureText(text).width;
     if (x < free || x + 5 + width > view.width) continue;
