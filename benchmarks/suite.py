@@ -33,6 +33,7 @@ MAIN = (
     "zerolap after_backward lazy",
     "zerolap auto",
 )
+ON_ONE_HOST = (*MAIN, "zerolap by messages")
 BATCHES_AND_NETWORKS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "27M LM, 1 Gbit/s, the wire dominates": (
         ["--model", "lm27", "--network", "1000", "--batch", "1", "--rounds", "3", "--memory"],
@@ -43,16 +44,16 @@ BATCHES_AND_NETWORKS: dict[str, tuple[list[str], tuple[str, ...]]] = {
         MAIN,
     ),
     "27M LM, loopback": (
-        ["--model", "lm27", "--network", "loopback", "--batch", "1", "--rounds", "5", "--cap", "25"],
-        MAIN,
+        ["--model", "lm27", "--network", "loopback", "--batch", "1", "--rounds", "7", "--cap", "5", "--memory"],
+        ON_ONE_HOST,
     ),
     "5M LM, 200 Mbit/s with 5 ms delay": (
         ["--model", "lm5", "--network", "200+5ms", "--batch", "1", "--rounds", "2"],
         ("fused AdamW, ", "FSDP2, not", "zerolap interleaved", "zerolap after_backward lazy", "zerolap auto"),
     ),
     "5M LM, loopback": (
-        ["--model", "lm5", "--network", "loopback", "--batch", "1", "--rounds", "9", "--cap", "25"],
-        MAIN,
+        ["--model", "lm5", "--network", "loopback", "--batch", "1", "--rounds", "9", "--cap", "5"],
+        ON_ONE_HOST,
     ),
     "110M LM, 1 Gbit/s": (
         ["--model", "lm110", "--network", "1000", "--batch", "1", "--rounds", "2", "--steps", "4"],

@@ -461,7 +461,7 @@ class SendsWhenItLikes(CpuGlooAdapter):
     """Rank 0 says that a reduce-scatter is done when it has received everything, though it has not sent anything yet."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(shares_memory=False)  # rank 0 sends messages of its own making
         self._sends = ThreadLane("sends")
 
     def reduce_scatter(self, parts: Parts, *, into: Tensor, group: dist.ProcessGroup, tag: int, what: str) -> Pending:

@@ -9,7 +9,8 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
+from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -91,10 +92,11 @@ def failed(error: BaseException) -> Future[Any]:
 
 # Of all lanes that are open. A thread that comes back from C++ while the interpreter ends takes the process down with it, so it
 # is given a moment to end by itself: the last job's waiter may be told before the lane has quite finished with it. So are the
-# backend's own threads, which cannot be joined: one that has just called a future's callback has yet to drop it.
+# backend's own threads, which cannot be joined: one that has just called a future's callback has yet to drop it, and on a busy
+# machine it may be kept from that for long.
 _open: weakref.WeakKeyDictionary[threading.Thread, queue.SimpleQueue[_Job | None]] = weakref.WeakKeyDictionary()
 _EXIT_SECONDS = 1.0  # one that waits for a peer is left behind
-_MOMENT = 0.1
+_CALM_SECONDS = 0.03
 
 
 @atexit.register
@@ -105,8 +107,22 @@ def _end_lanes() -> None:
         jobs.put(None)
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
-    if threads:
-        time.sleep(_MOMENT)
+    if not threads:
+        return
+    calm_since = time.monotonic()
+    while (now := time.monotonic()) < min(calm_since + _CALM_SECONDS, deadline):
+        time.sleep(_CALM_SECONDS / 6)  # others may have the interpreter now
+        if _is_any_other_running():
+            calm_since = now
+
+
+def _is_any_other_running() -> bool:
+    """Whether a thread but this one runs, or would if there were a core for it; where the system does not tell, none does."""
+    states = {}
+    for task in Path("/proc/self/task").glob("*/stat"):
+        with suppress(OSError):  # it has ended
+            states[int(task.parent.name)] = task.read_text().rpartition(")")[2].split()[0]
+    return any(state == "R" for thread, state in states.items() if thread != threading.get_native_id())
 
 
 class ThreadLane:
