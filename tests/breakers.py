@@ -456,7 +456,7 @@ class DoesNotWait(CpuGlooAdapter):
         return Pending((), tensors=(), what="")
 
 
-@caught_by("ORD-5")
+@caught_by("ORD-5", may="ORD-1")  # what it sends late may be taken for what it sends next
 class SendsWhenItLikes(CpuGlooAdapter):
     """Rank 0 says that a reduce-scatter is done when it has received everything, though it has not sent anything yet."""
 
