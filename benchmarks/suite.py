@@ -44,7 +44,7 @@ BATCHES_AND_NETWORKS: dict[str, tuple[list[str], tuple[str, ...]]] = {
         MAIN,
     ),
     "27M LM, loopback": (
-        ["--model", "lm27", "--network", "loopback", "--batch", "1", "--rounds", "7", "--cap", "5", "--memory"],
+        ["--model", "lm27", "--network", "loopback", "--batch", "1", "--rounds", "5", "--cap", "5"],
         ON_ONE_HOST,
     ),
     "5M LM, 200 Mbit/s with 5 ms delay": (
@@ -52,7 +52,7 @@ BATCHES_AND_NETWORKS: dict[str, tuple[list[str], tuple[str, ...]]] = {
         ("fused AdamW, ", "FSDP2, not", "zerolap interleaved", "zerolap after_backward lazy", "zerolap auto"),
     ),
     "5M LM, loopback": (
-        ["--model", "lm5", "--network", "loopback", "--batch", "1", "--rounds", "9", "--cap", "5"],
+        ["--model", "lm5", "--network", "loopback", "--batch", "1", "--rounds", "7", "--cap", "5"],
         ON_ONE_HOST,
     ),
     "110M LM, 1 Gbit/s": (
