@@ -26,6 +26,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import zerolap
+
 sys.path.insert(0, str(Path(__file__).parent))
 
 from entries import ABSENT, ALONE, BY_MESSAGES, MODELS, REFERENCE, Entry, entries
@@ -72,6 +74,7 @@ def run_rank(given: argparse.Namespace) -> None:
     if hasattr(os, "sched_setaffinity"):  # one core each, if there are enough
         os.sched_setaffinity(0, {rank % (os.cpu_count() or 1)})
     dist.init_process_group("gloo", timeout=timedelta(seconds=300))
+    zerolap.log_to_stderr(ranks=(0,))  # what auto has chosen, and why
     source = MODELS[given.model]()
     alone = os.environ.get("MEMORY_OF")
     found = _memory_of(alone, given, source) if alone else _times(given, source)
@@ -151,9 +154,9 @@ def _fresh(given: argparse.Namespace, make: Callable[[torch.nn.Module], Entry]) 
 
 def _settle(given: argparse.Namespace, source: Any, entry: Entry, reference: Entry) -> float:
     """The steps an entry needs until it has made its choice; returns the difference to DDP after as many."""
-    for batch in _batches(given, source, 100, entry.num_to_settle):
-        entry.step(batch)
-        reference.step(batch)
+    for each in (entry, reference):  # one after the other: what is timed here must not hold the other's steps
+        for batch in _batches(given, source, 100, entry.num_to_settle):
+            each.step(batch)
     return _difference(entry.params(), reference.params())
 
 
