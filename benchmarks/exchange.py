@@ -49,8 +49,8 @@ def measure(megabytes: float, choices: list[tuple[int, ...]]) -> list[float]:
             works = [
                 exchange.start_gather_stage(parts, stages[0], tag=t, arena=arena) for t, parts in enumerate(buckets)
             ]
-            for work in (work for of_bucket in works for work in of_bucket):
-                work.wait()
+            for _, of_bucket in works:  # nobody is near
+                exchange.wait_for_all(of_bucket)
         else:
             for tag, parts in enumerate(buckets):
                 exchange.reduce_in_stages(

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 import zerolap
+from training import Mlp, batches, iterate
 from zerolap_conformance.ranks import run_ranks
 from zerolap_cpu_gloo import CpuGlooAdapter, arena
 from zerolap_cpu_gloo.exchange import Inbox, Receive, stage_sizes, stages_of
@@ -191,3 +193,22 @@ def _receives() -> int:
 
 def test_messages_wait_at_their_sender_until_there_is_memory_for_them() -> None:
     assert run_ranks(2, _receives)[0] == 1300
+
+
+def _look_alone() -> None:
+    """Rank 0 uses parameters that are on their way while rank 1 waits for it; nothing finds room in shared memory."""
+    arena._FEW_BYTES = arena._MOST_BYTES = 256
+    ddp = DDP(Mlp(), bucket_cap_mb=0.004)
+    zero = zerolap.ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.1)
+    handle = zerolap.attach(ddp, zero, gather="lazy")
+    for x in batches(4):
+        iterate(ddp, zero, x)
+        if dist.get_rank() == 0:
+            with torch.no_grad():
+                ddp.module(x)
+        dist.barrier()
+    handle.finish()
+
+
+def test_one_rank_may_use_parameters_while_the_others_wait_for_it() -> None:
+    run_ranks(2, _look_alone, limit=60, group_timeout=10)

@@ -201,7 +201,7 @@ def _attach_many() -> None:
             zerolap.attach(ddp, zero, gather="lazy")
         for x in batches(2):
             backward(ddp, x)
-        assert _lanes() == ["zerolap-update"]
+        assert [name.split("-")[1] for name in _lanes()] in (["update"], ["update", "progress"])
         num_files = len(os.listdir("/proc/self/fd"))
         del ddp, zero
         gc.collect()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 
 import torch.distributed as dist
 from torch import Tensor
@@ -19,6 +18,7 @@ from zerolap_cpu_gloo.exchange import (
     stages_of,
     start_gather_stage,
     start_reduce_stage,
+    wait_for_all,
 )
 
 __all__ = ["CpuGlooAdapter"]
@@ -79,9 +79,11 @@ class CpuGlooAdapter(Adapter):
 
     def all_gather(self, parts: Parts, *, group: dist.ProcessGroup, tag: int, what: str) -> Pending:
         stages, arena = stages_of(group.rank(), group.size()), self._arena_of(group)
-        works: Sequence[Waitable]
+        works: list[Waitable]
         if len(stages) == 1:
-            works = start_gather_stage(parts.tensors, stages[0], tag=tag, arena=arena)
+            deliveries, works = start_gather_stage(parts.tensors, stages[0], tag=tag, arena=arena)
+            if deliveries:  # whoever waits or not: a sender may be waiting for room
+                works.append(self._progress_of(group).submit(lambda: wait_for_all(deliveries)))
         else:
             works = [self._progress_of(group).submit(lambda: gather_in_stages(parts, stages, tag=tag, arena=arena))]
         return Pending(works, tensors=(parts,), what=what, sent_bytes=bytes_of_gather(parts, stages))
@@ -90,7 +92,7 @@ class CpuGlooAdapter(Adapter):
         return self._arenas.get(group.group_name) or Arena(group, {})  # somebody else's group: nobody is near
 
     def _progress_of(self, group: dist.ProcessGroup) -> Lane:
-        """Where exchanges of several stages run: each stage starts when the one before it is done, whoever waits or not."""
+        """Where exchanges of several stages run, and what lies in shared memory is copied, whoever waits or not."""
         name = group.group_name
         if name not in self._progress:
             self._progress[name] = ThreadLane(f"progress-{name}")

@@ -36,20 +36,14 @@ Host: TypeAlias = tuple[int, int, int]  # its kernel's start, the network's and 
 class Letter:
     """Something to come from a rank of this host. Asked for in the order in which it is sent."""
 
-    def __init__(self, arena: Arena, like: Tensor, *, src: int, tag: int, number: int) -> None:
+    def __init__(self, arena: Arena, like: Tensor, *, src: int, tag: int) -> None:
         self._arena = arena
         self._like = like
         self._src = src
         self._tag = tag
         self._note = torch.empty(1, dtype=torch.int64, device="cpu")
         self._work = arena.group.recv([self._note], src, tag)
-        self._number = number
         self.is_read = False
-
-    @property
-    def has_come(self) -> bool:
-        """Whether it was sent, so that waiting takes no time."""
-        return self._arena.num_sent_by(self._src) > self._number
 
     def wait(self) -> Tensor:
         """What came. It is lent until ``give_back()``."""
@@ -67,21 +61,15 @@ class Letter:
 
 
 class Delivery:
-    """A letter that is copied to where it belongs: when there is time after it has come, at the latest when waited for."""
+    """A letter that is copied to where it belongs, by whoever waits for it."""
 
-    def __init__(self, arena: Arena, letter: Letter, to: Tensor) -> None:
-        self._arena = arena
-        self.letter = letter
+    def __init__(self, letter: Letter, to: Tensor) -> None:
+        self._letter = letter
         self._to = to
-        self.is_done = False
 
     def wait(self) -> None:
-        self._arena.deliver(self)
-
-    def finish(self) -> None:
-        self._to.copy_(self.letter.wait())
-        self.letter.give_back()
-        self.is_done = True
+        self._to.copy_(self._letter.wait())
+        self._letter.give_back()
 
 
 class Arena:
@@ -96,24 +84,16 @@ class Arena:
         self._content = {rank: memory[_head_bytes(num_ranks) :] for rank, memory in memories.items()}
         self.ranks = frozenset(memories)
         neighbours = self.ranks - {self._rank}
-        # Each rank counts in its own memory what it has sent to whom, and what it has read of whom.
-        counts = {
-            rank: memory[: 16 * num_ranks].view(torch.int64).view(2, num_ranks) for rank, memory in memories.items()
-        }
-        self._sent_to = {rank: counts[self._rank][0, rank] for rank in neighbours}
-        self._read_of = {rank: counts[self._rank][1, rank] for rank in neighbours}
-        self._sent_by = {rank: counts[rank][0, self._rank] for rank in neighbours}
-        self._read_by = {rank: counts[rank][1, self._rank] for rank in neighbours}
+        # Each rank counts in its own memory what it has read of whom.
+        counts = {rank: memory[: 8 * num_ranks].view(torch.int64) for rank, memory in memories.items()}
+        self._read_of = {rank: counts[self._rank][rank] for rank in neighbours}
+        self._read_by = {rank: counts[rank][self._rank] for rank in neighbours}
         self._reading = threading.Lock()
         self._ring = Ring(0, most=_FEW_BYTES)
         self._lent: deque[list[tuple[int, int]]] = deque()  # who has yet to read what is in the ring: rank and number
         self._num_sent = dict.fromkeys(neighbours, 0)
-        self._num_asked = dict.fromkeys(neighbours, 0)
         self._num_read = dict.fromkeys(neighbours, 0)
         self._unread: dict[int, deque[Letter]] = {rank: deque() for rank in neighbours}
-        self._delivering = threading.Lock()
-        self._deliveries: deque[Delivery] = deque()
-        self._failure: Exception | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -134,8 +114,6 @@ class Arena:
         works = [self.group.send([note], rank, tag) for rank in ranks]
         if place == _AS_MESSAGE:
             works += [self.group.send([piece], rank, _WHOLE_TAG + tag) for rank in ranks]
-        for rank in ranks:
-            self._sent_to[rank].fill_(self._num_sent[rank])
         return works
 
     def _take(self, num_bytes: int, ranks: Sequence[int]) -> int:
@@ -164,45 +142,12 @@ class Arena:
 
     def ask(self, like: Tensor, *, src: int, tag: int) -> Letter:
         """What ``src`` sends next; of the size and type of ``like``."""
-        letter = Letter(self, like, src=src, tag=tag, number=self._num_asked[src])
-        self._num_asked[src] += 1
+        letter = Letter(self, like, src=src, tag=tag)
         self._unread[src].append(letter)
         return letter
 
-    def ask_into(self, to: Tensor, *, src: int, tag: int) -> Delivery:
-        """The same, copied to ``to``."""
-        delivery = Delivery(self, self.ask(to, src=src, tag=tag), to)
-        self._deliveries.append(delivery)
-        return delivery
-
-    def deliver_what_came(self) -> None:
-        """Copy what is there, so that its sender has room again, unless somebody is at it."""
-        if self._deliveries and self._delivering.acquire(blocking=False):
-            try:
-                while self._failure is None and self._deliveries and self._deliveries[0].letter.has_come:
-                    self._deliver_next()
-            finally:
-                self._delivering.release()
-
-    def deliver(self, delivery: Delivery) -> None:
-        with self._delivering:
-            while not delivery.is_done:
-                self._deliver_next()
-                if self._failure is not None:
-                    raise self._failure
-
-    def _deliver_next(self) -> None:
-        try:
-            if self._failure is None:
-                self._deliveries.popleft().finish()
-        except Exception as error:
-            self._failure = error  # for whoever waits for this or a later one, and can say what for
-
     def look(self, rank: int, place: int, like: Tensor) -> Tensor:
         return self._content[rank][place : place + like.nbytes].view(like.dtype)
-
-    def num_sent_by(self, rank: int) -> int:
-        return int(self._sent_by[rank])
 
     def note_read(self, src: int) -> None:
         # By whoever has read it. The lock also keeps the reading before the counting, for processors that would swap them.
@@ -262,12 +207,12 @@ def _map(pid: int, file: int, size: int) -> Tensor:
 
 
 def _secret_in(memory: Tensor, num_ranks: int) -> Tensor:
-    return memory[16 * num_ranks : 16 * num_ranks + 8].view(torch.int64)
+    return memory[8 * num_ranks : 8 * num_ranks + 8].view(torch.int64)
 
 
 def _head_bytes(num_ranks: int) -> int:
-    """Room for two counts per rank and the secret, in whole pages."""
-    return -(-(16 * num_ranks + 8) // _PAGE) * _PAGE
+    """Room for a count per rank and the secret, in whole pages."""
+    return -(-(8 * num_ranks + 8) // _PAGE) * _PAGE
 
 
 def _host() -> Host | None:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerolap import Parts, Waitable
-from zerolap_cpu_gloo.arena import ALIGNMENT, LETTER_BYTES, Arena, Letter
+from zerolap_cpu_gloo.arena import ALIGNMENT, LETTER_BYTES, Arena, Delivery, Letter
 from zerolap_cpu_gloo.ring import Ring
 
 _MESSAGE_BYTES = (
@@ -217,8 +217,10 @@ def _messages(part: Tensor, most_bytes: int) -> Sequence[Tensor]:
     return torch.split(part, most_bytes // part.element_size()) if part.numel() else ()
 
 
-def start_gather_stage(parts: Sequence[Tensor], stage: Stage, *, tag: int, arena: Arena) -> list[Waitable]:
-    """Send this rank's part to every peer, and receive theirs where they belong."""
+def start_gather_stage(
+    parts: Sequence[Tensor], stage: Stage, *, tag: int, arena: Arena
+) -> tuple[list[Delivery], list[Waitable]]:
+    """Send this rank's part to every peer, and receive theirs where they belong: what is left to copy, and what to wait for then."""
     mine, group = parts[stage.place], arena.group
     near: list[tuple[int, int]] = []
     far: list[tuple[int, int]] = []
@@ -227,17 +229,15 @@ def start_gather_stage(parts: Sequence[Tensor], stage: Stage, *, tag: int, arena
             (near if rank in arena.ranks else far).append((i, rank))
     works: list[Waitable] = [group.recv([parts[i]], rank, tag) for i, rank in far if parts[i].numel()]
     works += [group.send([mine], rank, tag) for _, rank in far if mine.numel()]
+    deliveries: list[Delivery] = []
     if near:
-        arena.deliver_what_came()
-        works += [
-            arena.ask_into(piece, src=rank, tag=tag * _MAX_MESSAGES + place)
-            for i, rank in near
-            for place, piece in enumerate(_messages(parts[i], LETTER_BYTES))
-        ]
+        for i, rank in near:
+            for place, piece in enumerate(_messages(parts[i], LETTER_BYTES)):
+                deliveries.append(Delivery(arena.ask(piece, src=rank, tag=tag * _MAX_MESSAGES + place), piece))
         arena.expect(mine.nbytes)
         for place, piece in enumerate(_messages(mine, LETTER_BYTES)):
             works += arena.send(piece, [rank for _, rank in near], tag=tag * _MAX_MESSAGES + place)
-    return works
+    return deliveries, works
 
 
 def reduce_in_stages(
@@ -259,10 +259,15 @@ def gather_in_stages(parts: Parts, stages: Sequence[Stage], *, tag: int, arena: 
     whole = torch.cat(parts.tensors) if parts.whole is None else parts.whole
     for stage in reversed(stages):
         blocks = [whole[ends[a] : ends[b]] for a, b in stage.blocks]
-        for work in start_gather_stage(blocks, stage, tag=tag, arena=arena):
-            work.wait()
+        for works in start_gather_stage(blocks, stage, tag=tag, arena=arena):
+            wait_for_all(works)
     if parts.whole is None:
         torch._foreach_copy_(parts.tensors, [whole[a:b] for a, b in pairwise(ends)])
+
+
+def wait_for_all(works: Sequence[Waitable]) -> None:
+    for work in works:
+        work.wait()
 
 
 def bytes_of_gather(parts: Parts, stages: Sequence[Stage]) -> int:
