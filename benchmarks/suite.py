@@ -44,7 +44,7 @@ BATCHES_AND_NETWORKS: dict[str, tuple[list[str], tuple[str, ...]]] = {
         MAIN,
     ),
     "27M LM, loopback": (
-        ["--model", "lm27", "--network", "loopback", "--batch", "1", "--rounds", "5", "--cap", "5"],
+        ["--model", "lm27", "--network", "loopback", "--batch", "1", "--rounds", "3", "--cap", "5"],
         ON_ONE_HOST,
     ),
     "5M LM, 200 Mbit/s with 5 ms delay": (
