@@ -46,7 +46,7 @@ def write(
         raise ValueError(f"{name!r} cannot be a name; use lower-case letters, digits and underscores, for example acme")
     for option, text in (("--device-type", device_type), ("--backend", backend)):
         if text is not None and not re.fullmatch(r"[A-Za-z]\w*", text):
-            raise ValueError(f"{option} is a name of torch's such as cuda or nccl, got {text!r}")
+            raise ValueError(f"{option} is a name of torch's: letters, digits and underscores, got {text!r}")
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"{folder} is a file, and a folder is needed")
     if folder.exists() and any(folder.iterdir()):
