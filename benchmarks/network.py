@@ -65,6 +65,11 @@ def wire_bytes(interface: str) -> int:
     return next(int(each["bytes"]) for each in json.loads(told) if each["kind"] == "tbf")
 
 
+def _burst(megabits: float) -> int:
+    """The bytes that may pass at once after a pause: 4 ms of the rate, but at least two of the largest packets, or the limit cuts them up."""
+    return max(131072, int(megabits * 1e6 / 8 * 0.004))
+
+
 def _has_netem(namespace: str) -> bool:
     """Whether this kernel can delay packets by itself; tried where nobody is disturbed."""
     tried = ["tc", "-n", namespace, "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms"]
@@ -128,6 +133,8 @@ def open_network(name: str, num_ranks: int) -> Iterator[Network]:
     try:
         for namespace, _, _ in hosts:
             _ip("netns", "add", namespace)
+            # The same on every machine, and every connection the same: BBR takes a burst for the wire's rate, and then errs.
+            _ip("netns", "exec", namespace, "sysctl", "-q", "-w", "net.ipv4.tcp_congestion_control=reno")
         is_relayed = bool(delay) and not _has_netem(hosts[0][0])
         if is_relayed:
             ends = [_open_tunnel(interface) for _, interface, _ in hosts]
@@ -139,7 +146,7 @@ def open_network(name: str, num_ranks: int) -> Iterator[Network]:
             _ip("-n", namespace, "link", "set", interface, "up")
             _ip("-n", namespace, "link", "set", "lo", "up")
             shape = ["tc", "-n", namespace, "qdisc", "add", "dev", interface]
-            limit = ["tbf", "rate", f"{rate}mbit", "burst", "512k", "latency", "100ms"]
+            limit = ["tbf", "rate", f"{rate}mbit", "burst", str(_burst(float(rate))), "latency", "100ms"]
             if delay and not is_relayed:
                 wait = ["netem", "delay", delay, "limit", "100000"]
                 subprocess.run([*shape, "root", "handle", "1:", *wait], check=True, timeout=20)

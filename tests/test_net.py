@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 TAG = f"zl{os.getpid() % 100_000}"  # names of our own, so that nobody else's namespaces are touched
-WORKER = Path(__file__).parent / "net_worker.py"
 
 
 def _ip(*args: str) -> None:
@@ -43,8 +42,8 @@ def hosts() -> Iterator[list[tuple[str, str, str]]]:
             subprocess.run(["ip", "netns", "del", namespace], check=False, timeout=20, capture_output=True)
 
 
-@pytest.mark.parametrize(("schedule", "gather"), [("interleaved", "eager"), ("on_step", "lazy")])
-def test_2p_elements_cross_the_wire(hosts: list[tuple[str, str, str]], schedule: str, gather: str) -> None:
+def _run(hosts: list[tuple[str, str, str]], worker: str, *arguments: str) -> list[dict[str, float]]:
+    """A worker on either host; returns what they said."""
     ranks = []
     for rank, (namespace, interface, _) in enumerate(hosts):
         env = {
@@ -55,17 +54,35 @@ def test_2p_elements_cross_the_wire(hosts: list[tuple[str, str, str]], schedule:
             "MASTER_PORT": "29400",  # free: the namespace is new
             "GLOO_SOCKET_IFNAME": interface,
         }
-        command = ["ip", "netns", "exec", namespace, sys.executable, str(WORKER), schedule, gather]
+        command = ["ip", "netns", "exec", namespace, sys.executable, str(Path(__file__).parent / worker), *arguments]
         ranks.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
     try:
         results = [rank.communicate(timeout=90) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
-    for rank, (out, err) in zip(ranks, results, strict=True):
+    for rank, (_, err) in zip(ranks, results, strict=True):
         assert rank.returncode == 0, err
-        said = json.loads(out.splitlines()[-1])
+    return [json.loads(out.splitlines()[-1]) for out, _ in results]
+
+
+@pytest.mark.parametrize(("schedule", "gather"), [("interleaved", "eager"), ("on_step", "lazy")])
+def test_2p_elements_cross_the_wire(hosts: list[tuple[str, str, str]], schedule: str, gather: str) -> None:
+    for said in _run(hosts, "net_worker.py", schedule, gather):
         expected = 2 * 4 * said["params"] / 2  # 2P(n-1)/n elements of 4 bytes, on 2 ranks
         assert abs(said["sent"] / expected - 1) < 0.001
         # What the interface counts has headers on top, and acknowledgements of what the other has sent.
         assert 1 <= said["counted"] / expected < 1.01, said
+
+
+@pytest.mark.skipif(shutil.which("tc") is None, reason="needs the tc command to limit a wire's rate")
+def test_reductions_keep_a_slow_wire_busy(hosts: list[tuple[str, str, str]]) -> None:
+    """While one message is added the next one comes, on every rank, also on one whose part is larger than half of the bucket."""
+    for namespace, interface, _ in hosts:
+        limit = ["tbf", "rate", "100mbit", "burst", "128k", "latency", "100ms"]
+        # One that takes a burst for the wire's rate would be measured instead.
+        tcp = ["ip", "netns", "exec", namespace, "sysctl", "-q", "-w", "net.ipv4.tcp_congestion_control=reno"]
+        for command in (["tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", *limit], tcp):
+            subprocess.run(command, check=True, timeout=20)
+    for said in _run(hosts, "pace_worker.py"):
+        assert said["seconds"] < 1.2 * said["bytes"] / 12.5e6, said

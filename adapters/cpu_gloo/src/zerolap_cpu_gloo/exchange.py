@@ -65,7 +65,7 @@ class Receive:
 
 
 class Inbox:
-    """Memory for messages, used in a circle and never more than the largest of the recent buckets, or eight messages.
+    """Memory for messages, used in a circle: as much as the largest of the recent buckets, but for two messages to eight.
 
     The peers' messages wait at the peers until there is room, so buckets in flight cost no memory here. Waiting for receives
     in the order they were asked for, as a lane does, always finds the next one posted.
@@ -85,7 +85,8 @@ class Inbox:
 
     def ask(self, receives: Sequence[Receive], *, bucket_bytes: int) -> None:
         with self._lock:
-            self._recent.append(bucket_bytes)
+            two = 2 * max(receive.num_bytes for receive in receives)  # one comes while the other is added
+            self._recent.append(max(bucket_bytes, two))
             self._waiting.extend(receives)
             self._post_what_fits()
 
