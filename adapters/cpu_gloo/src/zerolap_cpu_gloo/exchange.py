@@ -85,8 +85,8 @@ class Inbox:
 
     def ask(self, receives: Sequence[Receive], *, bucket_bytes: int) -> None:
         with self._lock:
-            two = 2 * max(receive.num_bytes for receive in receives)  # one comes while the other is added
-            self._recent.append(max(bucket_bytes, two))
+            # Two of them, the first of which is the largest: one comes while the other is added.
+            self._recent.append(max(bucket_bytes, 2 * receives[0].num_bytes))
             self._waiting.extend(receives)
             self._post_what_fits()
 
