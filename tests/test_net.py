@@ -80,9 +80,10 @@ def test_reductions_keep_a_slow_wire_busy(hosts: list[tuple[str, str, str]]) -> 
     """While one message is added the next one comes, on every rank, also on one whose part is larger than half of the bucket."""
     for namespace, interface, _ in hosts:
         limit = ["tbf", "rate", "100mbit", "burst", "128k", "latency", "100ms"]
+        subprocess.run(
+            ["tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", *limit], check=True, timeout=20
+        )
         # One that takes a burst for the wire's rate would be measured instead.
-        tcp = ["ip", "netns", "exec", namespace, "sysctl", "-q", "-w", "net.ipv4.tcp_congestion_control=reno"]
-        for command in (["tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", *limit], tcp):
-            subprocess.run(command, check=True, timeout=20)
+        _ip("netns", "exec", namespace, "sysctl", "-q", "-w", "net.ipv4.tcp_congestion_control=reno")
     for said in _run(hosts, "pace_worker.py"):
         assert said["seconds"] < 1.2 * said["bytes"] / 12.5e6, said
