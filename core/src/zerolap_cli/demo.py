@@ -81,7 +81,7 @@ def bytes_on_loopback() -> int | None:
 
 def make_model(vocabulary: list[str]) -> DDP:
     torch.manual_seed(0)
-    return DDP(CharacterModel(len(vocabulary)), bucket_cap_mb=2)
+    return DDP(CharacterModel(len(vocabulary)))
 
 
 def train(contestant: Contestant, text: Tensor, first_step: int, num_steps: int) -> None:
