@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import zerolap
 from zerolap_conformance.ranks import run_ranks
+from zerolap_cpu_gloo import CpuGlooAdapter
 
 WIDTH, NUM_LAYERS = 64, 12
 MOST_ITERATIONS = 120
@@ -145,6 +146,36 @@ def _copied() -> tuple[bool, bool]:
 
 def test_a_copy_is_not_tuned_and_detach_ends_it() -> None:
     assert run_ranks(2, _copied) == [(True, True), (True, True)]
+
+
+class _SetClock(CpuGlooAdapter):
+    """Its time goes on when the test says so. Spans take no time, so there is no forecast, and sizes are tried by guess."""
+
+    now = 0.0
+
+    def moment(self) -> float:
+        return self.now
+
+
+def _tune_in_a_slow_phase(num_slow: int) -> float:
+    """Buckets of 0.02 MB are the fastest of those tried, but the first iterations of all take longer by 15 %."""
+    adapter = _SetClock()
+    both, handle = _pair({"bucket_cap_mb": 0.02}, {"adapter": adapter})
+    ddp, zero = both[1]
+    seconds = {0.02: 1.0, 25.0: 1.1, 5.0: 1.3}
+    for iteration in range(2 * MOST_ITERATIONS):
+        zero.zero_grad()
+        ddp(_batch(iteration)).square().mean().backward()
+        zero.step()
+        if handle.is_tuned:
+            return round(ddp.bucket_bytes_cap / 2**20, 2)
+        adapter.now += seconds[round(ddp.bucket_bytes_cap / 2**20, 2)] * (1.15 if iteration < num_slow else 1)
+    raise AssertionError("never tuned")
+
+
+@pytest.mark.parametrize("num_slow", [0, 38])
+def test_a_slow_phase_while_it_tries_does_not_decide(num_slow: int) -> None:
+    assert run_ranks(2, _tune_in_a_slow_phase, num_slow) == [0.02, 0.02]
 
 
 def _skipping() -> str:

@@ -162,7 +162,7 @@ def attach(
     can be clipped or unscaled, or the step skipped, before. After backward a parameter's ``.grad`` is this rank's own
     gradient; the mean exists only in the shards.
 
-    ``auto`` tries the first two, both gathers unless one is given, and other bucket sizes, in some fifty iterations of training
+    ``auto`` tries the first two, both gathers unless one is given, and other bucket sizes, in up to some ninety iterations of training
     whose updates are the same as any other's; then it stays with the fastest, and logs what it chose and why.
 
     With ``gather="eager"``, the default, all parameters are back when backward or ``step()`` returns. With ``lazy`` they come while the

@@ -2,7 +2,8 @@
 
 What is tried are real iterations, and whatever the way, their updates are the same. The tuner acts before a forward, when the
 iteration before it is over, and so at the same point of training on all ranks. They compare what they measured, and the slowest
-rank's time counts for all. Which other bucket size is worth a try is forecast from a trace of some iterations.
+rank's time counts for all. Which other bucket size is worth a try is forecast from a trace of some iterations. If it does about as
+well as the first, the best way of each is tried once more: what takes only seconds may have met a slow phase of the machine.
 """
 
 from __future__ import annotations
@@ -31,13 +32,14 @@ from zerolap.tracing import Moment
 logger = logger_of(__name__)
 
 _MB = 2**20
-_NUM_VISITS = 2  # to each choice, so that one slow phase of the machine does not decide
+_NUM_VISITS = 2  # to each choice, of which the quieter counts
 _NUM_MEASURED = 3  # iterations of a visit, behind one to get going
 _NUM_TO_SETTLE = 3  # iterations until DDP has rebuilt new buckets and states have moved
 _WORTH_A_CHANGE = 0.01
 _WORTH_ANOTHER_LOOK = 1.1
 _NUM_TRACED = 3
 _WORTH_A_TRY = 1.05  # of the forecast for the size at hand: forecasts err by some percent
+_ARE_EQUAL = 0.002  # forecasts this near: what they leave out, such as caches, speaks for fewer buckets
 _OTHER_BUCKET_MB = (100.0, 50.0, 25.0, 10.0, 5.0, 2.5, 1.0)
 _FIRST_GUESSES_MB = (25.0, 5.0)  # where there is no forecast: DDP's default, and what suits slow networks
 _FIRST_BUCKET_MB = 1.0  # as DDP's own: what is ready first should not wait for more
@@ -83,7 +85,7 @@ class Tuner:
         self._adapter = adapter
         self._group = group
         self._use_gather = use_gather
-        self._taken: dict[Choice, list[Iterations]] = {}
+        self._visits: dict[Choice, list[list[Iterations]]] = {}
         self._num_updates = 0
         self._last: Moment = adapter.moment()
         self._ways = [(schedule, gather) for gather in gathers for schedule in schedules]
@@ -133,10 +135,14 @@ class Tuner:
         ways = self._ways
         if any(self._tell_all(self._is_compiled, "whether forward is compiled")):
             ways = [way for way in ways if way[1] is Gather.EAGER]  # what is compiled cannot wait for a parameter
-        ways = yield from self._try(ways)
+        ways = yield from self._try(ways, self.choice.bucket_mb)
         for size in (yield from self._other_sizes(ways)):
-            yield from self._settle(size)
-            ways = yield from self._try(ways)
+            ways = yield from self._try(ways, size)
+        finalists = self._finalists()
+        if len(finalists) > 1:
+            for choice in finalists:
+                yield from self._visit(choice)
+            self._seconds = self._compare()
         seconds = self._seconds
         best = min(seconds.values())
         chosen = next(choice for choice, taken in seconds.items() if taken <= best * (1 + _WORTH_A_CHANGE))
@@ -152,21 +158,38 @@ class Tuner:
                 foreseen and f"; foreseen milliseconds by bucket size: {foreseen}",
             )
 
-    def _try(self, ways: list[_Way]) -> Generator[None, Iterations, list[_Way]]:
-        """Measure these ways with the buckets at hand; returns those that may be the best with others, too."""
-        size = self.choice.bucket_mb
-        for _ in range(_NUM_VISITS):
-            for way in ways:
-                self._use(Choice(*way, size))
-                yield
-                for _ in range(_NUM_MEASURED):
-                    self._taken.setdefault(self.choice, []).append((yield))
+    def _try(self, ways: list[_Way], bucket_mb: float) -> Generator[None, Iterations, list[_Way]]:
+        """Measure these ways with buckets of this size; returns those that may be the best with others, too."""
+        choices = [Choice(*way, bucket_mb) for way in ways]
+        for choice in _NUM_VISITS * choices:
+            yield from self._visit(choice)
         self._seconds = self._compare()
-        here = {way: self._seconds[Choice(*way, size)] for way in ways}
-        return [way for way in ways if here[way] < _WORTH_ANOTHER_LOOK * min(here.values())]
+        best = min(self._seconds[choice] for choice in choices)
+        return [way for way, choice in zip(ways, choices, strict=True) if self._is_near(choice, best)]
+
+    def _visit(self, choice: Choice) -> _Script:
+        yield from self._settle(choice.bucket_mb)
+        self._use(choice)
+        yield
+        visit = []
+        for _ in range(_NUM_MEASURED):
+            visit.append((yield))
+        self._visits.setdefault(choice, []).append(visit)
+
+    def _finalists(self) -> list[Choice]:
+        """The best of each bucket size, if it may be the best of all."""
+        seconds = self._seconds
+        sizes = dict.fromkeys(choice.bucket_mb for choice in seconds)  # the one at hand is the last
+        best_of = [
+            min((each for each in seconds if each.bucket_mb == size), key=lambda c: seconds[c]) for size in sizes
+        ]
+        return [choice for choice in best_of if self._is_near(choice, min(seconds.values()))]
+
+    def _is_near(self, choice: Choice, seconds: float) -> bool:
+        return self._seconds[choice] < _WORTH_ANOTHER_LOOK * seconds
 
     def _other_sizes(self, ways: list[_Way]) -> Generator[None, Iterations, list[float]]:
-        """Which bucket sizes to try besides the one at hand: the one with the best forecast, if it may be worth it."""
+        """Which bucket sizes to try besides the one at hand: the largest with the best forecast, if it may be worth it."""
         if not _can_rebucket(self._ddp):
             return []
         here, engine = self.choice.bucket_mb, self._engine
@@ -183,9 +206,10 @@ class Tuner:
             return [size for size in others if size in _FIRST_GUESSES_MB]
         agreed = agree([Profile(*each) for each in profiles])
         self._foreseen = seconds_by_size(agreed, workload, [here, *others], ways=ways, world_size=num_ranks)
-        forecasts = [(seconds, size) for size, seconds in self._foreseen.items() if size != here]
         most = _WORTH_A_TRY * self._foreseen.get(here, float("inf"))
-        return [size for seconds, size in sorted(forecasts)[:1] if seconds < most]
+        forecasts = {size: taken for size, taken in self._foreseen.items() if size != here and taken < most}
+        best = min(forecasts.values(), default=0.0)
+        return [max(size for size, taken in forecasts.items() if taken <= best * (1 + _ARE_EQUAL))] if forecasts else []
 
     def _settle(self, bucket_mb: float) -> _Script:
         if bucket_mb != self.choice.bucket_mb:
@@ -201,11 +225,15 @@ class Tuner:
         self.choice = choice
 
     def _compare(self) -> dict[Choice, float]:
-        """Every choice's time of an iteration: on each rank the median, and of these the longest."""
+        """Every choice's time of an iteration: of a visit the median, on the slowest rank; of its visits the shortest."""
         since = self._adapter.seconds_between
-        mine = [statistics.median(since(t.start, t.end) / t.how_many for t in taken) for taken in self._taken.values()]
+        mine = [
+            [statistics.median(since(each.start, each.end) / each.how_many for each in visit) for visit in visits]
+            for visits in self._visits.values()
+        ]
         said = self._tell_all(mine, "how long iterations take")
-        return {choice: max(times) for choice, times in zip(self._taken, zip(*said, strict=True), strict=True)}
+        slowest = ([max(times) for times in zip(*visits, strict=True)] for visits in zip(*said, strict=True))
+        return {choice: min(visits) for choice, visits in zip(self._visits, slowest, strict=True)}
 
     def _tell_all(self, mine: Any, what: str) -> list[Any]:
         return self._engine.run_between_updates(

@@ -9,11 +9,12 @@ from typing import NamedTuple
 
 from zerolap.forecast import Compute, Link, forecast
 from zerolap.machine import Gather, Schedule
+from zerolap.plan import Layout
 from zerolap.workload import FIRST_BUCKET_BYTES, MB, Param, Workload, bucketize, traffic_of
 from zerolap_timeline.record import Span
 from zerolap_timeline.verdict import length, union
 
-_HOST_SECONDS_PER_BUCKET = 2e-4  # about what benchmarks/cost.py finds: of sizes that are else alike, the larger
+_HOST_SECONDS_PER_BUCKET = 2e-4  # about what a bucket costs where streams do the work; with messages it is more
 _MAX_BUCKETS = 512  # more take long to forecast, and a machine that needs them has none of the sizes tried here
 
 
@@ -97,7 +98,7 @@ def seconds_by_size(
     ways: Sequence[tuple[Schedule, Gather]],
     world_size: int,
 ) -> dict[float, float]:
-    """A step's time with buckets of each size, in the best of these ways."""
+    """A step's time with buckets of each size, in the best of these ways; once only for sizes that make the same buckets."""
     params = _spread(workload, profile.ready_at)
     link = Link(bytes_per_second=profile.bytes_per_second, latency=profile.latency)
     compute = Compute(
@@ -106,12 +107,14 @@ def seconds_by_size(
         step_seconds_per_element=profile.step_seconds_per_element,
         host_seconds_per_bucket=_HOST_SECONDS_PER_BUCKET,
     )
-    found = {}
+    found: dict[float, float] = {}
+    seen: set[Layout] = set()
     for size in sizes_mb:
         cap = int(size * MB)
         layout = bucketize(params, cap_bytes=cap, first_bytes=min(cap, FIRST_BUCKET_BYTES))
-        if len(layout) > _MAX_BUCKETS:
+        if layout in seen or len(layout) > _MAX_BUCKETS:
             continue
+        seen.add(layout)
         other = Workload(
             params=params,
             layout=layout,
