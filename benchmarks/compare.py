@@ -33,6 +33,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from entries import ABSENT, ALONE, BY_MESSAGES, MODELS, REFERENCE, Entry, entries
 from network import open_network, wire_bytes
 
+_MOST_TO_SETTLE = 200
+
 
 def _sent(interface: str) -> int:
     return int(Path(f"/sys/class/net/{interface}/statistics/tx_bytes").read_text())
@@ -104,7 +106,7 @@ def _times(given: argparse.Namespace, source: Any) -> dict[str, Any]:
     early_difference = {}
     for name, make in chosen.items():
         made[name] = _fresh(given, make)
-        if made[name].num_to_settle:
+        if not made[name].is_settled:
             early_difference[name] = _settle(given, source, made[name], _fresh(given, chosen[REFERENCE]))
         figures[name] = {"seconds": [], "cpu": [], "sent": [], "wire": []}
     interface = os.environ["GLOO_SOCKET_IFNAME"]
@@ -153,10 +155,14 @@ def _fresh(given: argparse.Namespace, make: Callable[[torch.nn.Module], Entry]) 
 
 
 def _settle(given: argparse.Namespace, source: Any, entry: Entry, reference: Entry) -> float:
-    """The steps an entry needs until it has made its choice; returns the difference to DDP after as many."""
-    for each in (entry, reference):  # one after the other: what is timed here must not hold the other's steps
-        for batch in _batches(given, source, 100, entry.num_to_settle):
-            each.step(batch)
+    """Train until an entry has made its choice; returns the difference to DDP after as many steps."""
+    batches = _batches(given, source, 100, _MOST_TO_SETTLE)
+    num_steps = 0
+    while not entry.is_settled:
+        entry.step(batches[num_steps])
+        num_steps += 1
+    for batch in batches[:num_steps]:  # one after the other: what is timed here must not hold the other's steps
+        reference.step(batch)
     return _difference(entry.params(), reference.params())
 
 

@@ -103,7 +103,6 @@ class Entry:
     def __init__(self, model: nn.Module, optimizer: Any) -> None:
         self.model = model
         self.optimizer = optimizer
-        self.num_to_settle = 0  # steps until it has found out by itself how to go on
 
     def step(self, batch: Tensor) -> None:
         self.optimizer.zero_grad()
@@ -112,6 +111,11 @@ class Entry:
 
     def finish(self) -> None:
         pass
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it has found out by itself how to go on."""
+        return True
 
     def note(self) -> str:
         """What it has chosen by itself."""
@@ -164,13 +168,17 @@ class Zerolap(Entry):
         )
         self.handle = zerolap.attach(ddp, self.optimizer, **options)
         self._is_auto = options.get("schedule") == "auto"
-        self.num_to_settle = 80 if self._is_auto else 0
 
     def finish(self) -> None:
         self.handle.finish()
 
+    @property
+    def is_settled(self) -> bool:
+        return self.handle.is_tuned
+
     def note(self) -> str:
-        return f"{self.handle.schedule} {self.handle.gather}" if self._is_auto else ""
+        size = self.model.bucket_bytes_cap / 2**20
+        return f"{self.handle.schedule} {self.handle.gather}, {size:g} MB" if self._is_auto else ""
 
     def params(self) -> list[Tensor]:
         self.finish()
