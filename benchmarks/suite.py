@@ -57,7 +57,7 @@ BATCHES_AND_NETWORKS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     ),
     "110M LM, 1 Gbit/s": (
         ["--model", "lm110", "--network", "1000", "--batch", "1", "--rounds", "2", "--steps", "4"],
-        ("FSDP2, not", "zerolap interleaved lazy"),  # each takes 2 GB a rank
+        ("FSDP2, not", "zerolap interleaved lazy", "zerolap auto"),  # each takes 2 GB a rank
     ),
     "3000 small tensors, 100 Mbit/s": (
         ["--model", "many", "--network", "100", "--batch", "1", "--rounds", "2", "--cap", "1"],
