@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import random
+import resource
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +20,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import zerolap
-from training import Mlp, batches, iterate
+import zerolap_cpu_gloo
+from training import Mlp, assert_same_params, batches, iterate, pair
 from zerolap_conformance.ranks import run_ranks
 from zerolap_cpu_gloo import CpuGlooAdapter, arena
 from zerolap_cpu_gloo.exchange import Inbox, Receive, stage_sizes, stages_of
@@ -122,6 +129,121 @@ def test_one_that_may_not_read_the_others_memory_gets_messages() -> None:
     assert run_ranks(3, _exchange_where_one_may_not) == [{2}, set(), {0}]
 
 
+def _refuse(name: str, error: int) -> None:
+    """From now on a call of the system's fails, on this rank."""
+
+    def refuse(*args: Any) -> None:
+        raise OSError(error, os.strerror(error))
+
+    setattr(os, name, refuse)
+
+
+def _limit_files() -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, resource.RLIM_INFINITY))
+
+
+def _limit_memory() -> None:
+    """Little more than is used now, while memory is shared: groups and their threads come before, training after."""
+    open_arena = arena.open_arena
+
+    def open_within_limit(group: dist.ProcessGroup) -> arena.Arena:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + 16 * 2**20, resource.RLIM_INFINITY))
+        try:
+            return open_arena(group)
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+    zerolap_cpu_gloo.open_arena = open_within_limit
+
+
+def _hide_proc() -> None:
+    arena.Path = lambda name: Path(f"/nowhere/{name}")
+
+
+# What keeps a rank from sharing memory, and what is said of it.
+OBSTACLES: dict[str, tuple[Callable[[], None], str]] = {
+    "memfd_create-not-permitted": (partial(_refuse, "memfd_create", errno.EPERM), "Operation not permitted"),
+    "memfd_create-not-implemented": (partial(_refuse, "memfd_create", errno.ENOSYS), "Function not implemented"),
+    "ftruncate-no-space": (partial(_refuse, "ftruncate", errno.ENOSPC), "No space left on device"),
+    "first-page-no-space": (partial(_refuse, "posix_fallocate", errno.ENOSPC), "No space left on device"),
+    "file-size-limit": (_limit_files, "File too large"),
+    "address-space-limit": (_limit_memory, "Cannot allocate memory"),
+    "no-proc": (_hide_proc, "No such file or directory"),
+}
+
+
+def _listen() -> list[str]:
+    """What zerolap logs on this rank from now on."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zerolap").addHandler(handler)
+    return said
+
+
+def _exchange_past(obstacle: str, ranks: list[int]) -> tuple[set[int], list[str]]:
+    said = _listen()
+    if dist.get_rank() in ranks:
+        OBSTACLES[obstacle][0]()
+    return _exchange(_sizes(dist.get_world_size()), True), said
+
+
+@pytest.mark.parametrize("ranks", [[1], [0, 1, 2]], ids=["one-rank", "all-ranks"])
+@pytest.mark.parametrize("obstacle", OBSTACLES)
+def test_a_rank_that_cannot_share_memory_says_why_and_gets_messages(obstacle: str, ranks: list[int]) -> None:
+    found = run_ranks(3, _exchange_past, obstacle, ranks, limit=60, group_timeout=20)
+    able = {0, 1, 2} - set(ranks)
+    for rank, (neighbours, said) in enumerate(found):
+        assert neighbours == (able - {rank} if rank in able else set()), rank
+        assert [OBSTACLES[obstacle][1] in line for line in said] == ([] if rank in able else [True]), said
+        assert all("exchanges by messages and not by shared memory" in line for line in said), said
+
+
+def _train_past(obstacle: str, ranks: list[int]) -> None:
+    if dist.get_rank() in ranks:
+        OBSTACLES[obstacle][0]()
+    oracle, ours = pair()
+    plain = torch.optim.AdamW(oracle.parameters(), lr=0.01, fused=True)
+    zero = zerolap.ZeroRedundancyOptimizer(ours.parameters(), torch.optim.AdamW, overlap_with_ddp=True, lr=0.01)
+    zerolap.attach(ours, zero)
+    for x in batches(4):
+        iterate(oracle, plain, x)
+        iterate(ours, zero, x)
+    assert_same_params(ours, oracle, obstacle)
+
+
+@pytest.mark.parametrize("ranks", [[1], [0, 1]], ids=["one-rank", "all-ranks"])
+@pytest.mark.parametrize("obstacle", ["file-size-limit", "address-space-limit"])
+def test_training_without_shared_memory_gives_the_same_numbers(obstacle: str, ranks: list[int]) -> None:
+    run_ranks(2, _train_past, obstacle, ranks, limit=60, group_timeout=20)
+
+
+def _exchange_where_memory_ends() -> tuple[int, list[str]]:
+    """There is memory for the first few bytes, and later there is none."""
+    said, fallocate = _listen(), os.posix_fallocate
+
+    def allocate(file: int, offset: int, size: int) -> None:
+        if offset + size > 8192:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fallocate(file, offset, size)
+
+    if dist.get_rank() == 1:
+        os.posix_fallocate = allocate
+    neighbours = _exchange([[400, 400], [700, 700], [5000, 5000], [100, 100], [20000, 20000]] * 2, True)
+    return len(neighbours), said
+
+
+def test_memory_that_ends_later_ends_nobody() -> None:
+    """Bytes are asked for before they are written: to write where there are none would end the process."""
+    found = run_ranks(2, _exchange_where_memory_ends, limit=60, group_timeout=20)
+    assert [num for num, _ in found] == [1, 1], "they stay neighbours"
+    assert found[0][1] == []
+    assert len(found[1][1]) == 1, "once"
+    assert "of shared memory cannot be had" in found[1][1][0], found[1][1]
+    assert "No space left on device" in found[1][1][0], found[1][1]
+
+
 def _exchange_with_little_room() -> None:
     arena._MOST_BYTES = 256
     _exchange([[40, 40], [100, 100], [30, 30], [64, 64], [1, 1]], True)
@@ -144,7 +266,8 @@ def _bytes_at_rest() -> tuple[int, int]:
         adapter.all_gather(parts, group=group, tag=0, what="all-gather").wait()
     held = adapter.kept_bytes
     adapter.close_group(group)
-    return held, Path("/proc/self/maps").read_text().count("memfd:zerolap")
+    files = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    return held, (Path("/proc/self/maps").read_text() + "".join(files)).count("memfd:zerolap")
 
 
 def test_shared_memory_is_as_little_as_will_do_and_goes_with_its_group() -> None:

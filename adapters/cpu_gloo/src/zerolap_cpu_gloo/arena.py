@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 import secrets
 import threading
+import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TypeAlias
@@ -20,7 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zerolap.logs import logger_of
 from zerolap_cpu_gloo.ring import Ring
+
+logger = logger_of("zerolap.cpu_gloo")
 
 ALIGNMENT = 64
 _PAGE = 4096
@@ -78,7 +82,9 @@ class Arena:
     One thread sends and asks; any may read.
     """
 
-    def __init__(self, group: dist.ProcessGroup, memories: dict[int, Tensor]) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, memories: dict[int, Tensor], *, reserve: Callable[[int], bool] | None = None
+    ) -> None:
         self.group = group
         self._rank, num_ranks = group.rank(), group.size()
         self._content = {rank: memory[_head_bytes(num_ranks) :] for rank, memory in memories.items()}
@@ -89,7 +95,7 @@ class Arena:
         self._read_of = {rank: counts[self._rank][rank] for rank in neighbours}
         self._read_by = {rank: counts[rank][self._rank] for rank in neighbours}
         self._reading = threading.Lock()
-        self._ring = Ring(0, most=_FEW_BYTES)
+        self._ring = Ring(0, most=_FEW_BYTES, may_grow=reserve)
         self._lent: deque[list[tuple[int, int]]] = deque()  # who has yet to read what is in the ring: rank and number
         self._num_sent = dict.fromkeys(neighbours, 0)
         self._num_read = dict.fromkeys(neighbours, 0)
@@ -163,43 +169,80 @@ def open_arena(group: dist.ProcessGroup) -> Arena:
     """Find out which ranks of the group are on this host, and share memory with them. All ranks of the group call it.
 
     Hosts are told apart by their kernel and their network: two network namespaces of one machine stand for two hosts. Where memory
-    cannot be shared (another container, another user, no such system call) messages go by the network, as between hosts.
+    cannot be shared (another container, another user, no such system call, a limit) messages go by the network, as between hosts:
+    a rank that cannot map its own memory and that of every neighbour is nobody's neighbour, so that both sides of every pair agree.
+    The others go on sharing theirs.
     """
-    rank, num_ranks, host = group.rank(), group.size(), _host()
+    rank, num_ranks = group.rank(), group.size()
     size = _head_bytes(num_ranks) + _MOST_BYTES
     memories: dict[int, Tensor] = {}
     cards = torch.zeros(num_ranks, 6, dtype=torch.int64)
     able = torch.zeros(num_ranks, dtype=torch.int64)
+    reserve, why = None, None
     with ExitStack() as stack:
-        if host is not None:
-            file = os.memfd_create("zerolap")
-            stack.callback(os.close, file)  # the memory lives on while somebody has it mapped
-            os.ftruncate(file, size)
-            secret = secrets.randbits(62)
-            memories[rank] = _map(os.getpid(), file, size)
-            _secret_in(memories[rank], num_ranks).fill_(secret)
-            cards[rank] = torch.tensor([os.getpid(), file, secret, *host])
+        try:
+            memories[rank], cards[rank], reserve = _make_own(num_ranks, size, stack)
+        except (
+            OSError,
+            RuntimeError,
+            MemoryError,
+        ) as error:  # RuntimeError is torch's, for what cannot be opened or mapped
+            why = f"{type(error).__name__}: {error}"
         group.allreduce([cards]).wait()
-        if host is not None:
-            memories |= _map_neighbours(cards.tolist(), host, size=size, but=rank)
-            able[rank] = all(other in memories for other, card in enumerate(cards.tolist()) if tuple(card[3:]) == host)
-        # One that cannot read a neighbour's memory is nobody's neighbour, so that both sides of every pair agree.
+        if why is None:
+            mapped, why = _map_neighbours(cards.tolist(), size=size, me=rank)
+            memories |= mapped
+        able[rank] = why is None
         group.allreduce([able]).wait()
-    is_able = able.tolist()
-    return Arena(group, {other: memory for other, memory in memories.items() if is_able[rank] and is_able[other]})
+        is_able = able.tolist()
+        memories = {other: memory for other, memory in memories.items() if is_able[rank] and is_able[other]}
+        if why is not None:
+            logger.warning("this rank exchanges by messages and not by shared memory: %s", why)
+        arena = Arena(group, memories, reserve=reserve)
+        if memories:
+            weakref.finalize(arena, stack.pop_all().close)
+        return arena
 
 
-def _map_neighbours(cards: list[list[int]], host: Host, *, size: int, but: int) -> dict[int, Tensor]:
-    found = {}
+def _make_own(num_ranks: int, size: int, stack: ExitStack) -> tuple[Tensor, Tensor, Callable[[int], bool]]:
+    """This rank's memory, what the others need to find it, and what makes sure of so many bytes of it behind the head."""
+    host, head = _host(), _head_bytes(num_ranks)
+    file = os.memfd_create("zerolap")
+    stack.callback(os.close, file)  # the memory lives on while somebody has it mapped
+    os.ftruncate(file, size)
+    os.posix_fallocate(file, 0, head)
+    memory = _map(os.getpid(), file, size)
+    secret = secrets.randbits(62)
+    _secret_in(memory, num_ranks).fill_(secret)
+
+    # The kernel promises no memory with a file's size: where there is none, writing ends the process (SIGBUS). So bytes are asked for
+    # before they are written first, which takes no longer than the writing would.
+    def reserve(num_bytes: int) -> bool:
+        try:
+            os.posix_fallocate(file, head, num_bytes)
+        except OSError as error:
+            logger.warning("%d bytes of shared memory cannot be had, so more is sent by messages: %s", num_bytes, error)
+            return False
+        return True
+
+    return memory, torch.tensor([os.getpid(), file, secret, *host]), reserve
+
+
+def _map_neighbours(cards: list[list[int]], *, size: int, me: int) -> tuple[dict[int, Tensor], str | None]:
+    """The memory of all others of this host, or of some and why there are not more."""
+    found: dict[int, Tensor] = {}
+    host = cards[me][3:]
     for rank, (pid, file, secret, *their_host) in enumerate(cards):
-        if rank != but and tuple(their_host) == host:
-            try:
-                memory = _map(pid, file, size)
-            except RuntimeError:  # not ours to open
-                continue
-            if _secret_in(memory, len(cards)) == secret:  # or else it is another process of that number
-                found[rank] = memory
-    return found
+        if rank == me or their_host != host:
+            continue
+        try:
+            memory = _map(pid, file, size)
+        except (OSError, RuntimeError, MemoryError) as error:  # not ours to open, or too much
+            return found, f"the memory of rank {rank} cannot be mapped: {error}"
+        if _secret_in(memory, len(cards)) != secret:
+            return found, f"process {pid} is another one here than for rank {rank}"
+        found[rank] = memory
+    return found, None
 
 
 def _map(pid: int, file: int, size: int) -> Tensor:
@@ -215,12 +258,9 @@ def _head_bytes(num_ranks: int) -> int:
     return -(-(8 * num_ranks + 8) // _PAGE) * _PAGE
 
 
-def _host() -> Host | None:
-    """What ranks that can share memory, and are to, have in common; None if this one cannot."""
+def _host() -> Host:
+    """What ranks that can share memory, and are to, have in common; raises if this one cannot."""
     if not hasattr(os, "memfd_create"):
-        return None
-    try:
-        boot = int(Path("/proc/sys/kernel/random/boot_id").read_text().replace("-", ""), 16) >> 66
-        return boot, Path("/proc/self/ns/net").stat().st_ino, Path("/proc/self/ns/pid").stat().st_ino
-    except OSError:
-        return None
+        raise NotImplementedError("this system has no memfd_create")
+    boot = int(Path("/proc/sys/kernel/random/boot_id").read_text().replace("-", ""), 16) >> 66
+    return boot, Path("/proc/self/ns/net").stat().st_ino, Path("/proc/self/ns/pid").stat().st_ino
