@@ -485,6 +485,25 @@ def _event_recorded_too_early(correct: bool) -> None:
     x.exp()
 
 
+def _cut(whole: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """A part of a tensor of float32 by a storage of its own."""
+    storage = whole.untyped_storage()[4 * start : 4 * stop]
+    return whole.new_empty(0).set_(storage, 0, (stop - start,), (1,))
+
+
+def _part_by_a_storage_of_its_own(correct: bool) -> None:
+    side = torch.Stream(device=DEVICE)
+    whole = torch.zeros(8, device=DEVICE)
+    first, second = _cut(whole, 0, 4), _cut(whole, 4, 8)
+    side.wait_stream(torch.accelerator.current_stream())
+    with side:
+        second.mul_(2)
+    first.exp()  # the same allocation, another part
+    if correct:
+        torch.accelerator.current_stream().wait_stream(side)
+    whole[6:].exp()
+
+
 def _memory_reused(correct: bool) -> None:
     side = torch.Stream(device=DEVICE)
     x = torch.zeros(4, device=DEVICE)
@@ -560,6 +579,10 @@ RACES: list[tuple[Callable[[bool], None], list[str]]] = [
     ),
     (_event_recorded_too_early, ["unordered access", "'exp' on default stream", "'mul' on stream 1, which writes"]),
     (
+        _part_by_a_storage_of_its_own,
+        ["unordered access", "'exp' on default stream, which reads", "'mul' on stream 1, which writes"],
+    ),
+    (
         _memory_reused,
         ["memory reused while in use", "on default stream, which writes", "'exp' on stream 1, which reads"],
     ),
@@ -604,6 +627,21 @@ def _interleaved_columns() -> None:
 
 def test_interleaved_views_on_two_streams_are_no_race() -> None:
     run(_interleaved_columns)
+
+
+def _values_of_parts() -> tuple[list[float], list[float], int]:
+    whole = torch.arange(8.0, device=DEVICE)
+    part = _cut(whole, 2, 6)
+    part.mul_(10)
+    part[1:].view(3, 1).t().add_(1)
+    values, kept = whole.tolist(), torch.accelerator.memory_allocated()
+    del whole
+    assert torch.accelerator.memory_allocated() == kept, "a part keeps the whole"
+    return values, part.tolist(), part.untyped_storage().nbytes()
+
+
+def test_a_storage_that_is_cut_from_another_is_the_same_memory() -> None:
+    assert run(_values_of_parts) == ([0, 1, 20, 31, 41, 51, 6, 7], [20, 31, 41, 51], 16)
 
 
 def _same_race_often() -> list[zerolap_sim.Report]:

@@ -100,8 +100,9 @@ class EqualRanges:
             start, (param, numel) = self._starts[place], self._slots[place]
             if start >= last:
                 break
-            if first < start + numel:
-                pieces.append(Piece(param, max(first - start, 0), min(last - start, numel)))
+            piece = Piece(param, max(first - start, 0), min(last - start, numel))
+            if piece.start < piece.stop:
+                pieces.append(piece)
         if rank == 0:  # parameters of no elements lie in no range, but an optimizer may keep a step count for them
             pieces += [Piece(slot.param, 0, 0) for slot in self._slots if slot.numel == 0]
         return tuple(pieces)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Container, Iterable, KeysView, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -15,8 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zerolap.logs import logger_of
 from zerolap.plan import GroupRank, Piece, greedy_owners
 from zerolap.states import State, by_param, copied, fit, flat_state, is_flat, shaped_state, strides_in_bucket
+
+logger = logger_of(__name__)
 
 ParamGroup = dict[str, Any]
 Options = dict[str, Any]  # a param group without its parameters
@@ -35,7 +38,11 @@ def options_of(group: ParamGroup) -> Options:
 
 
 class FlatParams:
-    """Some parameters of one device and dtype in one buffer; each parameter is made a view of it."""
+    """Some parameters of one device and dtype in one buffer.
+
+    Each has a storage of its own over its part of it: whoever saves or copies tensors takes those that share a storage for
+    tied ones, and drops all but one of them, or takes the whole storage along with each.
+    """
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         self._params = params
@@ -46,15 +53,14 @@ class FlatParams:
             self._starts.append(self._starts[-1] + -(-param.numel() // step) * step)
         self._unpadded = list(accumulate((param.numel() for param in params), initial=0))
         self.buffer = torch.zeros(self._starts[-1], dtype=first.dtype, device=first.device)
-        self.views = [
-            self.buffer[start:].as_strided(param.shape, strides_in_bucket(param))
-            if param.numel()
-            else self.buffer.new_empty(param.shape)
-            for param, start in zip(params, self._starts, strict=False)
-        ]
-        for param, view in zip(params, self.views, strict=True):
-            view.copy_(param.detach())
-            param.data = view
+        can_cut = _can_cut_storages(first.device.type)
+        for param, start in zip(params, self._starts, strict=False):
+            if param.numel():
+                memory = self.buffer[start:].as_strided(param.shape, strides_in_bucket(param))
+                memory = _with_own_storage(memory) if can_cut else memory
+            else:
+                memory = self.buffer.new_empty(param.shape)
+            param.data = memory.copy_(param.detach())
         self._addresses = [(params[i], params[i].data_ptr()) for i in ((0, -1) if params else ())]
 
     def is_intact(self) -> bool:
@@ -78,6 +84,33 @@ class FlatParams:
     def slice(self, first: int, last: int) -> Tensor:
         """The part of the buffer that holds parameters ``first`` to ``last - 1``, padding included."""
         return self.buffer[self._starts[first] : self._starts[last]]
+
+
+def _with_own_storage(view: Tensor) -> Tensor:
+    """The same memory, without gaps, by a storage as large as the view, which keeps that of the whole alive."""
+    start = view.storage_offset() * view.element_size()
+    storage = view.untyped_storage()[start : start + view.nbytes]
+    return view.new_empty(0).set_(storage, 0, view.shape, view.stride())
+
+
+@cache
+def _can_cut_storages(device_type: str) -> bool:
+    """Whether a device takes a storage that begins inside of an allocation, found by trying it."""
+    whole = torch.zeros(2, device=device_type)
+    try:
+        _with_own_storage(whole[1:]).fill_(1)
+        if whole.tolist() == [0, 1]:
+            return True
+        reason: object = "what is written to a part does not show in the whole"
+    except (RuntimeError, NotImplementedError) as error:
+        reason = error
+    logger.warning(
+        "parameters on %s share one storage per bucket, because its storages cannot be cut (%s): clone the tensors of a "
+        "state_dict() before you give it to a tool that looks for shared tensors, or saves one by one",
+        device_type,
+        reason,
+    )
+    return False
 
 
 class GradSlot(NamedTuple):

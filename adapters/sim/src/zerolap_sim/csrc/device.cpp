@@ -37,7 +37,7 @@ struct Allocator final : c10::DeviceAllocator {
   bool initialized() override { return true; }
   void emptyCache(c10::MempoolId_t) override {}
   void recordStream(const c10::DataPtr& data, c10::Stream stream) override {
-    if (data.get()) rt().record_use(block_of(data), find(stream));
+    if (is_tenancy(data)) rt().record_use(block_of(data), find(stream));  // or else nothing happens, as on CUDA
   }
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(DeviceIndex index) override {
     c10::CachingDeviceAllocator::DeviceStats stats;

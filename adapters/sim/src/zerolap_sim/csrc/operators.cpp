@@ -450,8 +450,8 @@ at::Tensor& set_storage(at::Tensor& self, at::Storage storage) {
 }
 
 void record_stream(at::Tensor& self, c10::Stream stream) {
-  if (self.storage().data_ptr().get())
-    rt().record_use(block_of(self.storage().data_ptr()), rt().stream(stream.device_index(), stream.id()));
+  const auto& data = self.storage().data_ptr();
+  if (is_tenancy(data)) rt().record_use(block_of(data), rt().stream(stream.device_index(), stream.id()));
 }
 
 // torch sends convolutions of out-of-tree devices to an operator of their own; they are ordinary convolutions here.

@@ -9,21 +9,40 @@ namespace zerolap_sim {
 
 namespace {
 
-std::mutex pinned_mutex;
-std::map<uintptr_t, std::weak_ptr<Block>> pinned_blocks;  // by address
+std::mutex tenants_mutex;
+std::map<uintptr_t, std::weak_ptr<Block>> tenants;  // by address, of the device's memory and of pinned memory
+
+void* enter(const BlockPtr& block) {
+  std::lock_guard<std::mutex> lock(tenants_mutex);
+  tenants[reinterpret_cast<uintptr_t>(block->data)] = block;
+  return block->data;
+}
+
+void leave(const BlockPtr& block) {
+  std::lock_guard<std::mutex> lock(tenants_mutex);
+  tenants.erase(reinterpret_cast<uintptr_t>(block->data));
+}
+
+// The block that an address lies in, or null.
+BlockPtr find_block(const void* address) {
+  const auto wanted = reinterpret_cast<uintptr_t>(address);
+  std::lock_guard<std::mutex> lock(tenants_mutex);
+  auto found = tenants.upper_bound(wanted);
+  if (found == tenants.begin()) return nullptr;
+  auto block = (--found)->second.lock();
+  return block && wanted < found->first + std::max<size_t>(block->size, 1) ? block : nullptr;
+}
 
 void end_tenancy(void* context) {
   auto* block = static_cast<BlockPtr*>(context);
+  leave(*block);
   Runtime::get().release(*block);
   delete block;
 }
 
 void end_pinned_tenancy(void* context) {
   auto* block = static_cast<BlockPtr*>(context);
-  {
-    std::lock_guard<std::mutex> lock(pinned_mutex);
-    pinned_blocks.erase(reinterpret_cast<uintptr_t>((*block)->data));
-  }
+  leave(*block);
   delete block;
 }
 
@@ -32,32 +51,28 @@ void end_alias(void* context) { delete static_cast<BlockPtr*>(context); }
 }  // namespace
 
 c10::DataPtr make_tenancy(BlockPtr block, c10::Device device) {
-  void* data = block->data;
+  void* data = enter(block);
   return {data, new BlockPtr(std::move(block)), &end_tenancy, device};
 }
 
 c10::DataPtr make_pinned_tenancy(BlockPtr block) {
-  void* data = block->data;
-  {
-    std::lock_guard<std::mutex> lock(pinned_mutex);
-    pinned_blocks[reinterpret_cast<uintptr_t>(data)] = block;
-  }
+  void* data = enter(block);
   return {data, new BlockPtr(std::move(block)), &end_pinned_tenancy, c10::Device(c10::kCPU)};
 }
 
+bool is_tenancy(const c10::DataPtr& data) { return data.get_deleter() == &end_tenancy; }
+
 BlockPtr block_of(const c10::DataPtr& data) {
-  TORCH_CHECK(data.get_deleter() == &end_tenancy,
+  if (is_tenancy(data)) return *static_cast<BlockPtr*>(data.get_context());
+  BlockPtr block = find_block(data.get());  // of a storage that was cut from another one
+  TORCH_CHECK(block && !block->is_pinned,
               "simulated device: this storage was not allocated by the simulated device (an external or empty storage?)");
-  return *static_cast<BlockPtr*>(data.get_context());
+  return block;
 }
 
 BlockPtr find_pinned(const void* address) {
-  const auto wanted = reinterpret_cast<uintptr_t>(address);
-  std::lock_guard<std::mutex> lock(pinned_mutex);
-  auto found = pinned_blocks.upper_bound(wanted);
-  if (found == pinned_blocks.begin()) return nullptr;
-  auto block = (--found)->second.lock();
-  return block && wanted < found->first + std::max<size_t>(block->size, 1) ? block : nullptr;
+  BlockPtr block = find_block(address);
+  return block && block->is_pinned ? block : nullptr;
 }
 
 BlockPtr pinned_block_of(const at::Tensor& t) {
@@ -70,9 +85,9 @@ BlockPtr pinned_block_of(const at::Tensor& t) {
 at::Tensor host_alias(const at::Tensor& t) {
   BlockPtr block = is_on_device(t) ? block_of(t.storage().data_ptr()) : pinned_block_of(t);
   TORCH_INTERNAL_ASSERT(block, "simulated device: only device tensors and pinned tensors have aliases");
-  void* data = block->data;
-  const size_t size = block->size;
-  c10::Storage storage(c10::Storage::use_byte_size_t(), size,
+  // Of torch's storage, not of the block: a storage may begin inside of one.
+  auto* data = const_cast<void*>(t.storage().data());
+  c10::Storage storage(c10::Storage::use_byte_size_t(), t.storage().nbytes(),
                        c10::DataPtr(data, new BlockPtr(std::move(block)), &end_alias, c10::Device(c10::kCPU)),
                        /*allocator=*/nullptr, /*resizable=*/false);
   auto alias = at::detail::make_tensor<c10::TensorImpl>(std::move(storage),
@@ -134,7 +149,7 @@ static Region region_of(const at::Tensor& t, uintptr_t start) {
 Operand operand(const at::Tensor& t, bool write) {
   BlockPtr block = is_on_device(t) ? block_of(t.storage().data_ptr()) : pinned_block_of(t);
   TORCH_INTERNAL_ASSERT(block, "simulated device: only device tensors and pinned tensors are operands");
-  const auto start = reinterpret_cast<uintptr_t>(block->data);
+  const auto start = reinterpret_cast<uintptr_t>(t.storage().data());
   return {block, region_of(t, start), {t.sizes().vec(), c10::toString(t.scalar_type())}, write};
 }
 

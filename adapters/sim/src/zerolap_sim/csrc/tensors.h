@@ -17,6 +17,9 @@ BlockPtr block_of(const c10::DataPtr& data);
 BlockPtr pinned_block_of(const at::Tensor& t);
 BlockPtr find_pinned(const void* address);
 
+// Whether the end of this storage frees its block; not so for one that was cut from another.
+bool is_tenancy(const c10::DataPtr& data);
+
 // DataPtr for a block: a tenancy (its end frees the block) or a mere alias (its end does nothing).
 c10::DataPtr make_tenancy(BlockPtr block, c10::Device device);
 c10::DataPtr make_pinned_tenancy(BlockPtr block);
