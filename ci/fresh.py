@@ -18,7 +18,7 @@ def fresh_environment(folder: Path) -> dict[str, str]:
     return {
         **{name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "TOX", "VIRTUAL_ENV"))},
         "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
-        "PIP_CONSTRAINT": str(ROOT / "ci/constraints.txt"),
+        "PIP_CONSTRAINT": (ROOT / "ci/constraints.txt").absolute().as_uri(),  # pip splits what is here at spaces
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",
         "OMP_NUM_THREADS": "1",
     }

@@ -10,6 +10,7 @@ import io
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -98,6 +99,26 @@ def test_a_failed_build_says_why_and_leaves_nothing_behind(tmp_path: Path) -> No
 def test_a_built_device_is_found_again_without_a_compiler() -> None:
     done = run_python("import zerolap_sim; zerolap_sim.install(); print('installed')", PATH="/nowhere", CXX="")
     assert (done.stdout, done.stderr) == ("installed\n", ""), done
+
+
+def test_without_a_home_to_write_to_it_is_built_in_a_temporary_folder_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("ZEROLAP_SIM_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", "/dev/null")  # not even root can make a folder there
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = build.cache_folder()
+    assert folder.parent == tmp_path
+    assert folder.stat().st_mode & 0o077 == 0, "what is in it is executed"
+    assert build.cache_folder() == folder, "found again"
+    folder.chmod(0o777)
+    with pytest.raises(build.BuildError, match="is not a folder of ours alone"):
+        build.cache_folder()
+    folder.rmdir()
+    folder.symlink_to(tmp_path)
+    with pytest.raises(build.BuildError, match="is not a folder of ours alone"):
+        build.cache_folder()
 
 
 def test_other_sources_or_flags_give_another_key(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,13 +8,14 @@ import importlib.machinery
 import importlib.util
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -52,10 +53,25 @@ def _link_flags() -> list[str]:
 
 
 def cache_folder() -> Path:
-    """Where compiled extensions are kept: ``$ZEROLAP_SIM_CACHE``, or the user's cache folder."""
+    """Where compiled extensions are kept: ``$ZEROLAP_SIM_CACHE``, or the user's cache folder; without one, a temporary one of ours."""
     if chosen := os.environ.get("ZEROLAP_SIM_CACHE"):
         return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zerolap-sim"
+    with suppress(OSError, RuntimeError):  # a home that cannot be written to, or none
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zerolap-sim"
+        cache.mkdir(parents=True, exist_ok=True)
+        if os.access(cache, os.W_OK) or (cache / cache_key()).exists():
+            return cache
+    return _own_temporary_folder()
+
+
+def _own_temporary_folder() -> Path:
+    """The same one every time. What is in it is executed: nobody else may have made it, or be able to write to it."""
+    folder = Path(tempfile.gettempdir(), f"zerolap-sim-{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise BuildError(f"{folder} is not a folder of ours alone; remove it, or set ZEROLAP_SIM_CACHE to another one")
+    return folder
 
 
 def cache_key() -> str:
