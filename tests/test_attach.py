@@ -627,7 +627,7 @@ REFUSALS = {
     "torchs scaler": r"use zerolap.GradScaler instead",
     "rounding": r"gather_dtype=torch.bfloat16 rounds parameters .* add master_weights=True",
     "widening": r"gather_dtype=torch.float64 is wider than torch.float32",
-    "integers": r"gather_dtype must be a floating-point dtype, got torch.int32",
+    "integers": r"gather_dtype must be one of torch.float32, .*, got torch.int32",
     "torchs clip": r"gradients were changed between backward and step\(\).*optimizer.clip_grad_norm_\(\)",
     "too early": r"call this between backward\(\) and step\(\)",
 }

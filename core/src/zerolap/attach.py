@@ -21,12 +21,13 @@ from torch.optim import Optimizer
 from zerolap.adapter import Adapter
 from zerolap.auto import Tuner
 from zerolap.engine import Engine
-from zerolap.hooks import Hook, agreement_of, guarded, meet
+from zerolap.hooks import Hook, agreement_of, guarded, meet, use_engine
 from zerolap.logs import logger_of
 from zerolap.machine import Gather, Schedule
 from zerolap.metrics import Stats
 from zerolap.native import NativeEngine, Precision
 from zerolap.optimizer import ZeroRedundancyOptimizer
+from zerolap.preflight import called_together, check_sent_dtype, unwrapped
 from zerolap.safety import NonFinite, Safety, WatchedEngine
 from zerolap.shards import WITH_FUSED
 from zerolap.taking import take
@@ -142,6 +143,7 @@ class Handle:
         )
 
 
+@called_together
 def attach(
     ddp: DistributedDataParallel,
     optimizer: ZeroRedundancyOptimizer,
@@ -180,73 +182,80 @@ def attach(
     Where class and device have a fused implementation it is used, unless ``fused`` or ``foreach`` was given. ``adapter`` is one
     of your own, or the name of one that is installed; without it the parameters' device decides.
     """
+    optimizer = unwrapped(optimizer)
     precision = Precision(master_weights=master_weights, reduce_dtype=reduce_dtype, gather_dtype=gather_dtype)
-    safety = Safety(audit_every=audit_every or 0, nonfinite=_member(NonFinite, nonfinite, "nonfinite"))
-    schedules, gathers = _ways(ddp, schedule, gather, safety)
-    when, how = schedules[0], gathers[0]
+    safety = Safety()
+    schedules: list[Schedule] = []
+    gathers: list[Gather] = []
 
-    def check() -> None:
+    def settings() -> list[Any]:
+        nonlocal safety, schedules, gathers
+        safety = Safety(
+            audit_every=0 if audit_every is None else audit_every, nonfinite=_member(NonFinite, nonfinite, "nonfinite")
+        )
+        schedules, gathers = _ways(ddp, schedule, gather, safety)
         _check_attachable(ddp, optimizer, precision)
-        _check_safety(safety, when)
+        _check_safety(safety, schedules[0])
+        return ["native", schedule, [each.value for each in gathers], str(precision), str(safety)]
 
-    chosen, (reduce_group, group) = meet(
-        ddp,
-        optimizer,
-        settings=["native", schedule, [each.value for each in gathers], str(precision), str(safety)],
-        num_groups=2,
-        adapter=adapter,
-        check=check,
-    )
-    is_elementwise = _is_elementwise(optimizer._optimizer_class)
-    if not is_elementwise:
-        logger.info(
-            "%s is not known to treat every element by itself: its shards are whole parameters, less evenly shared",
-            optimizer._optimizer_class,
+    def connect(
+        chosen: Adapter, groups: list[dist.ProcessGroup], undo: ExitStack
+    ) -> tuple[WatchedEngine, Adapter, Tuner | None]:
+        reduce_group, group = groups
+        is_elementwise = _is_elementwise(optimizer._optimizer_class)
+        if not is_elementwise:
+            logger.info(
+                "%s is not known to treat every element by itself: its shards are whole parameters, less evenly shared",
+                optimizer._optimizer_class,
+            )
+        _use_fused(optimizer)
+        engine = WatchedEngine(
+            optimizer._book,
+            reduce_group=reduce_group,
+            cut=chosen.capabilities.exact_cut if is_elementwise else None,
+            precision=precision,
+            safety=safety,
+            named_params=list(ddp.module.named_parameters()),
+            adapter=chosen,
+            group=group,
+            schedule=schedules[0],
+            agreement=agreement_of(ddp),
+            on_update=optimizer._on_update,
+            gather=gathers[0],
         )
-    _use_fused(optimizer)
-    engine = optimizer._engine = WatchedEngine(
-        optimizer._book,
-        reduce_group=reduce_group,
-        cut=chosen.capabilities.exact_cut if is_elementwise else None,
-        precision=precision,
-        safety=safety,
-        named_params=list(ddp.module.named_parameters()),
-        adapter=chosen,
-        group=group,
-        schedule=when,
-        agreement=agreement_of(ddp),
-        on_update=optimizer._on_update,
-        gather=how,
+        undo.callback(engine.close)
+        use_engine(optimizer, engine, undo)
+        if master_weights:
+            undo.callback(ddp.module.register_load_state_dict_post_hook(_RefreshMasters(engine)).remove)
+        waits = undo.enter_context(ExitStack())
+
+        def use_gather(gather: Gather) -> None:
+            waits.close()
+            if gather is Gather.LAZY:
+                from zerolap.lazy import wait_on_access  # takes a second to import: torch's compiler comes with it
+
+                waits.callback(wait_on_access(ddp.module, engine))
+
+        use_gather(gathers[0])
+        tuner = None
+        if schedule == "auto":
+            tuner = Tuner(
+                ddp, engine, adapter=chosen, group=group, schedules=schedules, gathers=gathers, use_gather=use_gather
+            )
+            undo.callback(tuner.close)
+
+        def on_bucket(state: object, bucket: GradBucket) -> Future[Tensor]:
+            return engine.on_bucket(bucket)
+
+        undo.callback(_connect(ddp, guarded(ddp, on_bucket, adapter=chosen, engine=engine), engine))
+        return engine, chosen, tuner
+
+    (engine, chosen, tuner), undo = meet(
+        ddp, optimizer, settings=settings, connect=connect, num_groups=2, adapter=adapter
     )
-    undo = ExitStack()
-    for opened in (reduce_group, group):
-        undo.callback(chosen.close_group, opened)
-    undo.callback(engine.close)
-    if master_weights:
-        undo.callback(ddp.module.register_load_state_dict_post_hook(_RefreshMasters(engine)).remove)
-    waits = undo.enter_context(ExitStack())
-
-    def use_gather(gather: Gather) -> None:
-        waits.close()
-        if gather is Gather.LAZY:
-            from zerolap.lazy import wait_on_access  # takes a second to import: torch's compiler comes with it
-
-            waits.callback(wait_on_access(ddp.module, engine))
-
-    use_gather(how)
-    tuner = None
-    if schedule == "auto":
-        tuner = Tuner(
-            ddp, engine, adapter=chosen, group=group, schedules=schedules, gathers=gathers, use_gather=use_gather
-        )
-        undo.callback(tuner.close)
-
-    def on_bucket(state: object, bucket: GradBucket) -> Future[Tensor]:
-        return engine.on_bucket(bucket)
-
-    undo.callback(_connect(ddp, guarded(ddp, on_bucket, adapter=chosen, engine=engine), engine))
-    logger.info("attached: %s, %s, %s, %d ranks", schedule, how.value, chosen.name, group.size())
-    return Handle(optimizer, engine, chosen, tuner, ddp.module, undo.close)
+    handle = Handle(optimizer, engine, chosen, tuner, ddp.module, undo.close)
+    logger.info("attached: %s", handle)
+    return handle
 
 
 def _ways(
@@ -359,15 +368,18 @@ def _use_fused(optimizer: ZeroRedundancyOptimizer) -> None:
 def _member(kind: type[E], value: str, name: str, *others: str) -> E:
     try:
         return kind(value)
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise ValueError(f"{name} must be one of {[*(each.value for each in kind), *others]}, got {value!r}") from error
 
 
 def _check_attachable(ddp: DistributedDataParallel, optimizer: ZeroRedundancyOptimizer, precision: Precision) -> None:
-    for name in ("reduce_dtype", "gather_dtype"):
-        dtype = getattr(precision, name)
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ValueError(f"{name} must be a floating-point dtype, got {dtype!r}")
+    if type(precision.master_weights) is not bool:
+        raise TypeError(f"master_weights must be True or False, got {precision.master_weights!r}")
+    check_sent_dtype("reduce_dtype", precision.reduce_dtype)
+    check_sent_dtype("gather_dtype", precision.gather_dtype)
+    switch: _Switch | None = vars(ddp).get(_SWITCH)
+    if switch is not None and switch.engine is not None:
+        raise ValueError("this DDP is attached to another optimizer already; call detach() of that one's handle first")
     sent = precision.gather_dtype
     widest = max((param.dtype for param in optimizer._all_params), key=lambda dtype: dtype.itemsize)
     if sent is not None and sent.itemsize > widest.itemsize:

@@ -48,7 +48,11 @@ def refuse_together(check: Callable[[], object], *, group: dist.ProcessGroup, wh
         result = check()
     except Exception as error:
         mine = error
-    said = all_gather_json(None if mine is None else f"{type(mine).__name__}: {mine}", group=group, what=what)
+    try:
+        said = all_gather_json(None if mine is None else f"{type(mine).__name__}: {mine}", group=group, what=what)
+    except CollectiveError:
+        if mine is None:
+            raise
     if mine is not None:
         raise mine
     refusals = [f"rank {rank}: {message}" for rank, message in enumerate(said) if message is not None]

@@ -7,7 +7,8 @@ import inspect
 import uuid
 import weakref
 from collections.abc import Callable
-from typing import Any
+from contextlib import ExitStack
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -24,7 +25,10 @@ from zerolap.lane import Waiter
 from zerolap.machine import Agreement, Schedule
 from zerolap.optimizer import ZeroRedundancyOptimizer
 from zerolap.plan import Policy
+from zerolap.preflight import called_together, check_kinds, meeting_group, unwrapped
 from zerolap.registry import resolve_adapter
+
+T = TypeVar("T")
 
 Hook = Callable[[Any, GradBucket], Future[Tensor]]
 
@@ -36,6 +40,7 @@ _NEVER_WAIT_IN_CALLBACKS = (
 )
 
 
+@called_together
 def hook_with_zero_step(
     hook: Hook,
     ddp: DistributedDataParallel,
@@ -53,6 +58,7 @@ def hook_with_zero_step(
     return _overlapped(hook, ddp, zero, schedule=Schedule.AFTER_BACKWARD, shard_buckets=shard_buckets, adapter=adapter)
 
 
+@called_together
 def hook_with_zero_step_interleaved(
     hook: Hook,
     ddp: DistributedDataParallel,
@@ -78,88 +84,120 @@ def _overlapped(
     adapter: Adapter | str | None,
 ) -> Hook:
     policy = Policy.BY_PARAMETER if shard_buckets else Policy.WHOLE_BUCKET
-    chosen, (group,) = meet(ddp, zero, settings=[schedule.value, policy.value], num_groups=1, adapter=adapter)
-    # A hook that waits for a second collective in the callback of the first blocks the backend's worker; with all
-    # workers blocked that way nothing moves again. One such reduction at a time always leaves a worker free.
-    one_by_one = not chosen.capabilities.futures_complete_at_enqueue and hook not in _NEVER_WAIT_IN_CALLBACKS
-    reduce_lane = chosen.lane("reduce", device=zero._default_device) if one_by_one else None
-    timeout = chosen.timeout(zero.process_group).total_seconds()
-    # torch's own hooks take no state to mean all ranks, even where DDP spans only some.
-    takes_group = next(iter(inspect.signature(hook).parameters), None) == "process_group"
-    process_group = ddp.process_group
-    hook_state: Any = None
+    zero = unwrapped(zero)
+    takes_group = False
 
-    def reduce(bucket: GradBucket) -> Future[Tensor]:
-        if reduce_lane is None:
-            return hook(hook_state, bucket)
-        return reduce_lane.submit(lambda: Waiter(hook(hook_state, bucket)).wait(timeout))
+    def settings() -> list[Any]:
+        nonlocal takes_group
+        if not callable(hook):
+            raise TypeError(f"hook must be a DDP communication hook, a function of (state, bucket), got {hook!r}")
+        # torch's own hooks take no state to mean all ranks, even where DDP spans only some.
+        takes_group = next(iter(inspect.signature(hook).parameters), None) == "process_group"
+        return [schedule.value, policy.value]
 
-    engine = zero._engine = HookEngine(
-        zero._book,
-        reduce=reduce,
-        policy=policy,
-        adapter=chosen,
-        group=group,
-        schedule=schedule,
-        agreement=agreement_of(ddp),
-        on_update=zero._on_update,
-    )
+    def connect(chosen: Adapter, groups: list[dist.ProcessGroup], undo: ExitStack) -> Hook:
+        # A hook that waits for a second collective in the callback of the first blocks the backend's worker; with all
+        # workers blocked that way nothing moves again. One such reduction at a time always leaves a worker free.
+        one_by_one = not chosen.capabilities.futures_complete_at_enqueue and hook not in _NEVER_WAIT_IN_CALLBACKS
+        reduce_lane = chosen.lane("reduce", device=zero._default_device) if one_by_one else None
+        timeout = chosen.timeout(zero.process_group).total_seconds()
+        process_group = ddp.process_group
+        hook_state: Any = None
 
-    def on_bucket(state: Any, bucket: GradBucket) -> Future[Tensor]:
-        nonlocal hook_state
-        hook_state = process_group if state is None and takes_group else state
-        return engine.on_bucket(bucket)
+        def reduce(bucket: GradBucket) -> Future[Tensor]:
+            if reduce_lane is None:
+                return hook(hook_state, bucket)
+            return reduce_lane.submit(lambda: Waiter(hook(hook_state, bucket)).wait(timeout))
 
-    return guarded(ddp, on_bucket, adapter=chosen, engine=engine)
+        engine = HookEngine(
+            zero._book,
+            reduce=reduce,
+            policy=policy,
+            adapter=chosen,
+            group=groups[0],
+            schedule=schedule,
+            agreement=agreement_of(ddp),
+            on_update=zero._on_update,
+        )
+        undo.callback(engine.close)
+        use_engine(zero, engine, undo)
+
+        def on_bucket(state: Any, bucket: GradBucket) -> Future[Tensor]:
+            nonlocal hook_state
+            hook_state = process_group if state is None and takes_group else state
+            return engine.on_bucket(bucket)
+
+        return guarded(ddp, on_bucket, adapter=chosen, engine=engine)
+
+    made, _ = meet(ddp, zero, settings=settings, connect=connect, num_groups=1, adapter=adapter)
+    return made
+
+
+def use_engine(zero: ZeroRedundancyOptimizer, engine: Engine, undo: ExitStack) -> None:
+    """Let ``engine`` update the optimizer until ``undo`` is closed."""
+    zero._engine = engine
+    undo.callback(setattr, zero, "_engine", None)
 
 
 def meet(
     ddp: DistributedDataParallel,
     zero: ZeroRedundancyOptimizer,
     *,
-    settings: list[Any],
+    settings: Callable[[], list[Any]],
+    connect: Callable[[Adapter, list[dist.ProcessGroup], ExitStack], T],
     num_groups: int,
     adapter: Adapter | str | None = None,
-    check: Callable[[], None] | None = None,
-) -> tuple[Adapter, list[dist.ProcessGroup]]:
-    """Check on all ranks that ``zero`` can be overlapped with ``ddp`` and that all want the same; open groups for it.
+) -> tuple[T, ExitStack]:
+    """Check on all ranks that ``zero`` can be overlapped with ``ddp`` and that all want the same; then do it, on groups of its own.
 
-    The adapter is the one given, or that of the parameters' device. ``check`` refuses what the caller cannot do beyond that.
+    The adapter is the one given, or that of the parameters' device. ``settings`` refuses what the caller cannot do beyond that, and
+    returns what must be the same on all ranks. ``connect`` starts what was asked for, and leaves in the stack what ends it again. All of
+    this runs on all ranks or is undone on all: returns what ``connect`` has returned, and the stack.
     """
-    if not zero._overlap_with_ddp:
-        raise ValueError("construct ZeroRedundancyOptimizer with overlap_with_ddp=True to overlap it with DDP")
-    if zero._engine is not None:
-        raise ValueError("a hook was already made for this optimizer; one optimizer overlaps with one DDP")
-
     modes: tuple[str, ...] = ()
+    wanted: list[Any] = []
 
-    def check_all() -> Adapter:
-        nonlocal modes
+    def check() -> Adapter:
+        nonlocal modes, wanted
+        check_kinds(ddp, zero, expected=ZeroRedundancyOptimizer)
+        if not zero._overlap_with_ddp:
+            raise ValueError("construct ZeroRedundancyOptimizer with overlap_with_ddp=True to overlap it with DDP")
+        if zero._engine is not None:
+            raise ValueError("a hook was already made for this optimizer; one optimizer overlaps with one DDP")
         modes = debug_modes()
         found = resolve_adapter(adapter, device_type=zero._default_device.type)
         found.check_group(zero.process_group)
         _check(ddp, zero)
-        if check is not None:
-            check()
+        wanted = settings()
         return found
 
-    chosen: Adapter = refuse_together(check_all, group=zero.process_group, what="overlapping an optimizer with DDP")
-    mine = [chosen.name, *settings, ddp.find_unused_parameters, ddp.static_graph, f"debug={','.join(modes)}"]
+    group, what = meeting_group(zero, ddp), "overlapping an optimizer with DDP"
+    chosen: Adapter = refuse_together(check, group=group, what=what)
+    mine = [chosen.name, *wanted, ddp.find_unused_parameters, ddp.static_graph, f"debug={','.join(modes)}"]
     layout: dict[str, Any] = ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]  # torch gives it no types
     mine.append(f"buckets of {layout.get('bucket_sizes')} bytes")
-    said = all_gather_json([uuid.uuid4().hex, mine], group=zero.process_group, what="comparing hooks between ranks")
+    said = all_gather_json([uuid.uuid4().hex, mine], group=group, what="comparing hooks between ranks")
     name, first = said[0]
     for rank, (_, theirs) in enumerate(said):
         if theirs != first:
             raise ValueError(f"the hooks of group ranks 0 and {rank} differ: {first} and {theirs}")
-    groups = [chosen.open_group(zero.process_group, name=f"zerolap-{name}-{i}") for i in range(num_groups)]
-    for group in groups:
-        # Connections are made by the first collective of a group: now, not in the first backward.
-        all_gather_json(None, group=group, what="connecting the optimizer's own group")
+
     if "order" in modes:
-        store = PrefixStore(f"zerolap-{name}-order", zero.process_group.get_group_store())
+        store = PrefixStore(f"zerolap-{name}-order", group.get_group_store())
         chosen = with_checked_order(chosen, store=store)
-    return chosen, groups
+
+    def open_and_connect() -> T:
+        groups = []
+        for i in range(num_groups):
+            groups.append(chosen.open_group(group, name=f"zerolap-{name}-{i}"))
+            undo.callback(chosen.close_group, groups[-1])
+            # Connections are made by the first collective of a group: now, not in the first backward.
+            all_gather_json(None, group=groups[-1], what="connecting the optimizer's own group")
+        return connect(chosen, groups, undo)
+
+    with ExitStack() as undo:
+        result: T = refuse_together(open_and_connect, group=group, what=what)
+        return result, undo.pop_all()
 
 
 def guarded(ddp: DistributedDataParallel, on_bucket: Hook, *, adapter: Adapter, engine: Engine) -> Hook:
@@ -199,8 +237,6 @@ def agreement_of(ddp: DistributedDataParallel) -> Agreement:
 
 def _check(ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer) -> None:
     """Refuse, with what to do instead, every combination whose numbers could not be right."""
-    if not isinstance(ddp, DistributedDataParallel):
-        raise TypeError(f"ddp must be a DistributedDataParallel, got {type(ddp).__name__}")
     ranks, zero_ranks = (dist.get_process_group_ranks(g) for g in (ddp.process_group, zero.process_group))
     if ranks != zero_ranks:
         raise ValueError(f"DDP works on ranks {ranks}, the optimizer on {zero_ranks}; give both the same process_group")

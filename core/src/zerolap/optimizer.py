@@ -14,12 +14,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import LBFGS, Optimizer, SparseAdam
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zerolap.errors import CollectiveError, ZerolapError
 from zerolap.exchange import all_gather_json, move_states, refuse_together
 from zerolap.logs import logger_of
 from zerolap.machine import Schedule
 from zerolap.plan import GlobalRank, GroupRank, Piece
+from zerolap.preflight import called_together, meeting_group
 from zerolap.shards import FlatParams, Options, ParamGroup, ShardBook, options_of
 from zerolap.states import State, by_param, copied, fit, flat_state, shaped_state
 
@@ -62,6 +64,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     Made by all ranks of the group together: the constructor compares their parameters.
     """
 
+    @called_together
     def __init__(
         self,
         params: Any,
@@ -71,9 +74,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         overlap_with_ddp: bool = False,
         **defaults: Any,
     ) -> None:
-        group = process_group if process_group is not None else dist.group.WORLD
-        if group is None:
-            raise ValueError("torch.distributed is not initialized; call init_process_group() first")
+        given: object = process_group
+        if given is dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError("this rank is not in the process_group; only the ranks that are make the optimizer")
+        group = meeting_group(process_group)
         self.process_group: dist.ProcessGroup = group
         self.world_size: int = group.size()
         self.rank: GroupRank = GroupRank(group.rank())
@@ -88,9 +92,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._is_untouched = True  # no rank has a state: none was made by a step, none loaded
 
         def construct() -> None:
+            if process_group is not None and process_group is not group:
+                raise TypeError(
+                    f"process_group must be a ProcessGroup that this rank is in, or None for all ranks, got {process_group!r}"
+                )
             groups = _as_groups(params)
             _check_optimizer_class(optimizer_class)
-            _check_params([param for g in groups for param in g["params"]], overlap=overlap_with_ddp)
+            _check_params(_tensors_of(groups), overlap=overlap_with_ddp)
             Optimizer.__init__(self, groups, defaults)
             Joinable.__init__(self)
             self._book = ShardBook(
@@ -146,23 +154,29 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             super().add_param_group(param_group)
             return
 
+        num_groups = len(self.param_groups)
+
         def add() -> None:
             (group,) = _as_groups([param_group])
-            _check_params([*self._all_params, *group["params"]], overlap=self._overlap_with_ddp)
+            _check_params([*self._all_params, *_tensors_of([group])], overlap=self._overlap_with_ddp)
             Optimizer.add_param_group(self, group)
-            self._book.add_last_group()
-            self._expose_options()
+            self._book.make_local({})  # the class's own opinion of the options
 
-        refuse_together(add, group=self.process_group, what="add_param_group()")
-        self._compare_with_other_ranks()
+        try:
+            refuse_together(add, group=self.process_group, what="add_param_group()")
+            self._compare_with_other_ranks()
+        except Exception:
+            del self.param_groups[num_groups:]  # where it was right, too: the ranks' groups stay the same
+            raise
+        self._book.add_last_group()
+        self._expose_options()
         self._build_flats()
         if self._engine is not None:
             self._engine.forget_layout()
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Collect the whole state on group rank ``to``, for its ``state_dict()``. Called by all ranks; only ``to`` receives."""
-        if not 0 <= to < self.world_size:
-            raise ValueError(f"consolidate_state_dict(to={to}): the group has ranks 0 to {self.world_size - 1}")
+        self._check_destination(to)
         params = self._all_params
         pieces = move_states(
             self._book.flat_states(),
@@ -175,6 +189,21 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         grouped = by_param(pieces)
         del pieces  # so that each goes when it has been joined
         self._consolidated = self._whole_states(grouped) if self.rank == to else None
+
+    def _check_destination(self, to: int) -> None:
+        def check() -> int:
+            if type(to) is not int or not 0 <= to < self.world_size:
+                raise ValueError(f"consolidate_state_dict(to={to}): the group has ranks 0 to {self.world_size - 1}")
+            return to
+
+        what = "consolidate_state_dict()"
+        said = all_gather_json(
+            refuse_together(check, group=self.process_group, what=what), group=self.process_group, what=what
+        )
+        if len(set(said)) > 1:
+            raise ValueError(
+                f"consolidate_state_dict() was called with different ranks to collect on: {said}, by group rank"
+            )
 
     def _whole_states(self, grouped: dict[int, list[tuple[Piece, State]]]) -> dict[int, State]:
         whole = {}
@@ -431,7 +460,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
 
 def _as_groups(params: Any) -> list[ParamGroup]:
-    """The caller's parameters as param groups of lists, with torch's exception types for what they cannot be."""
+    """The caller's parameters as param groups of lists, with torch's exception types for what they cannot be.
+
+    As in torch, parameters may be given as pairs of name and tensor; torch then keeps the names in its groups.
+    """
     if isinstance(params, Tensor):
         raise TypeError("params must be an iterable of tensors or dicts, not a tensor")
     try:
@@ -440,22 +472,33 @@ def _as_groups(params: Any) -> list[ParamGroup]:
         raise TypeError(f"params must be an iterable of tensors or dicts, not {type(params).__name__}") from error
     if not given:
         raise ValueError("ZeroRedundancyOptimizer got an empty parameter list")
-    if all(isinstance(item, Tensor) for item in given):
+    if _are_params(given):
         return [{"params": given}]
     if not all(isinstance(item, dict) for item in given):
         kinds = ", ".join(sorted({type(item).__name__ for item in given}))
-        raise TypeError(f"params must hold tensors only or dicts only, got {kinds}")
+        raise TypeError(f"params must hold tensors only, pairs of name and tensor only, or dicts only, got {kinds}")
     groups = []
     for group in given:
         if "params" not in group:
             raise ValueError(f"a param group needs a 'params' entry, got {sorted(group)}")
-        tensors = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
-        if not all(isinstance(item, Tensor) for item in tensors):
-            raise TypeError("a param group's 'params' must hold tensors only")
-        groups.append({**group, "params": tensors})
+        inside = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+        if not _are_params(inside):
+            raise TypeError("a param group's 'params' must hold tensors only, or pairs of name and tensor only")
+        groups.append({**group, "params": inside})
     if not any(group["params"] for group in groups):
         raise ValueError("ZeroRedundancyOptimizer got param groups without parameters")
     return groups
+
+
+def _are_params(given: list[Any]) -> bool:
+    return all(isinstance(item, Tensor) for item in given) or all(
+        isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) and isinstance(item[1], Tensor)
+        for item in given
+    )
+
+
+def _tensors_of(groups: list[ParamGroup]) -> list[Tensor]:
+    return [item[1] if isinstance(item, tuple) else item for group in groups for item in group["params"]]
 
 
 def _check_optimizer_class(optimizer_class: Any) -> None:
@@ -481,6 +524,15 @@ def _check_params(params: list[Tensor], *, overlap: bool) -> None:
             "use overlap_with_ddp=False for a model on several devices"
         )
     for param in params:
+        if is_traceable_wrapper_subclass(param):
+            raise ValueError(
+                f"a parameter is a {type(param).__name__}, which has no memory of its own to shard; give the optimizer plain "
+                "parameters: what tensor parallelism or FSDP has sharded already needs an optimizer of torch's"
+            )
+        if nn.parameter.is_lazy(param):
+            raise ValueError(
+                "a parameter of a lazy module has no shape yet; run a forward before the optimizer is made"
+            )
         if param.layout is not torch.strided:
             raise ValueError(f"only dense parameters can be sharded, got one of layout {param.layout}")
         if not param.is_leaf:

@@ -34,7 +34,8 @@ MASTER = "master_weight"  # a piece's master in its state, when it travels or is
 
 
 def options_of(group: ParamGroup) -> Options:
-    return {key: value for key, value in group.items() if key != "params"}
+    """What is told of a group's parameters, without them and without their names, which torch keeps beside the options."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 class FlatParams:
@@ -372,7 +373,7 @@ class ShardBook:
         is_provisional: bool = False,
     ) -> LocalOptimizer:
         """An optimizer over ``tensors`` that has every group, empty ones included, so that groups keep their index."""
-        groups: list[dict[str, Any]] = [{**group, "params": {}} for group in self.groups]
+        groups: list[dict[str, Any]] = [{**options_of(group), "params": {}} for group in self.groups]
         ends = list(accumulate(len(group["params"]) for group in self.groups))
         for piece in sorted(tensors):
             groups[bisect_right(ends, piece.param)]["params"][piece] = tensors[piece]
