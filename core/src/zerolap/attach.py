@@ -127,7 +127,7 @@ class Handle:
     def stats(self) -> Stats:
         """Updates, bytes, memory, and how long training has waited; for a log or a chart. Waits for nothing."""
         engine, watch = self._engine, self._engine.watch
-        states: Mapping[Any, dict[str, Any]] = self._optimizer.optim.state
+        states: Mapping[Any, dict[str, Any]] = self._optimizer._local_view().state
         return Stats(
             num_updates=engine.num_updates,
             num_steps=engine.num_steps,

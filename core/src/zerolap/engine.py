@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from time import perf_counter
 from typing import Any, Protocol, TypeVar
 
@@ -28,6 +29,7 @@ from torch.futures import Future
 from zerolap.adapter import Adapter
 from zerolap.errors import CollectiveError, IllegalEventError, ZerolapError
 from zerolap.exchange import move_states
+from zerolap.groups import Options, options_of
 from zerolap.lane import Waiter
 from zerolap.lastwords import LastWords, Words
 from zerolap.machine import Action, Agreement, Gather, Machine, Phase, Schedule, Verb
@@ -38,9 +40,7 @@ from zerolap.shards import (
     FlatParams,
     GradSlot,
     LocalOptimizer,
-    Options,
     ShardBook,
-    options_of,
     stand_in_for,
 )
 from zerolap.states import by_param, strides_in_bucket
@@ -97,6 +97,13 @@ class Installed:
     planned: BucketPlan
     shard: BucketShard | None
     used: list[bool] | None = None
+
+
+_version_of = attrgetter("_version")
+
+
+def _versions_of(flat: FlatParams) -> list[int]:
+    return list(map(_version_of, flat.params))
 
 
 def _done_already(_: int | None) -> None:
@@ -159,6 +166,8 @@ class Engine(ABC):
         # Gathers under way: started by the lane, waited for by the lane or by whoever uses a parameter first. The lock is
         # held while waiting, so that nobody takes a gather that another thread waits for as finished.
         self._gathers: dict[int, Pending] = {}
+        # Of the parameters of lazy gathers that nobody has waited for, when they began. See [Note: writes that come too early].
+        self._versions: dict[int, list[int]] = {}
         self._gather_lock = threading.Lock()
 
         self._on_lane: dict[Verb, Callable[[Any], None]] = {
@@ -319,10 +328,34 @@ class Engine(ABC):
                 if self._failure is None:
                     self._failure = self._explained(error)
                 raise self._failure from error
+            versions = self._versions.pop(index, None)
+            if versions is not None and versions != _versions_of(self._installed[index].flat):
+                self._refuse_early_write(index, versions)
             if self._lane.is_caller():
                 if self.gather is Gather.EAGER:
                     self.watch.ended.append(perf_counter())
                 del self._gathers[index]  # or else the lane or another stream has waited, and the next one must, too
+
+    def _refuse_early_write(self, index: int, versions: Sequence[int]) -> None:
+        """[Note: writes that come too early] Who reaches a parameter through its module or its optimizer waits for it, but
+        a reference that somebody holds does not. What is written by it while the gather is under way is overwritten on some
+        ranks and sent on by others. Autograd counts writes, and ours are all done when a gather begins: whoever waits first
+        finds out. Writes by ``param.data`` are not counted.
+        """
+        params = self._installed[index].flat.params
+        written = [self._name_of(p) for p, version in zip(params, versions, strict=True) if p._version != version]
+        self._failure = failure = self._explained(
+            ZerolapError(
+                f"{self._me}, bucket {index}: parameters were written between their update and the end of their gather, which "
+                f"is lost on some ranks and not on others: {', '.join(written[:5])}. Reach them through their modules or "
+                "optimizer.param_groups, which wait, or call handle.finish() before you write by references of your own, or use "
+                'gather="eager"'
+            )
+        )
+        raise failure
+
+    def _name_of(self, param: Tensor) -> str:
+        return f"parameter {self._index_of.get(param)} of the optimizer"
 
     # --- on backward's thread -----------------------------------------------------------------------------------------
 
@@ -528,13 +561,13 @@ class Engine(ABC):
 
     def _step(self, index: int) -> None:
         installed, arrival = self._installed[index], self._arrivals[index]
+        if self._gathers:
+            self._wait_for_bucket(index)  # of the last update: it reads the memory that is about to be written
         # As an optimizer's own writing would: a node of this backward that still needs an old value now raises.
         increment_version(arrival.recorded.params)
         if installed.shard is None:
             return
         assert arrival.reduced is not None, "a bucket is reduced before it is stepped"
-        if self._gathers:
-            self._wait_for_bucket(index)  # of the last update: it reads the memory that is about to be written
         start = perf_counter()
         installed.shard.set_grads(arrival.reduced, installed.used)
         self._step_local(installed.shard.local)
@@ -560,6 +593,8 @@ class Engine(ABC):
                 self._wait_for_bucket(index)
             if self.gather is Gather.EAGER:
                 self.watch.begun.append(perf_counter())
+            else:
+                self._versions[index] = _versions_of(installed.flat)
             try:
                 self._gathers[index] = self._start_gather(index, installed)
             except ZerolapError:

@@ -18,11 +18,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zerolap.errors import CollectiveError, ZerolapError
 from zerolap.exchange import all_gather_json, move_states, refuse_together
+from zerolap.groups import ExposedGroup, Options, ParamGroup, options_of, params_of
 from zerolap.logs import logger_of
-from zerolap.machine import Schedule
+from zerolap.machine import Gather, Schedule
 from zerolap.plan import GlobalRank, GroupRank, Piece
 from zerolap.preflight import called_together, meeting_group
-from zerolap.shards import FlatParams, Options, ParamGroup, ShardBook, options_of
+from zerolap.shards import FlatParams, ShardBook
 from zerolap.states import State, by_param, copied, fit, flat_state, shaped_state
 
 if TYPE_CHECKING:
@@ -125,13 +126,17 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """This rank's optimizer; once updates are overlapped, a view of its groups and states by model parameter."""
         if self._engine is None or not self._engine.has_seen_buckets:
             return self._book.locals[0].optimizer
-        params = self._all_params
+        self._wait_for_params()
+        return self._local_view()
+
+    def _local_view(self) -> LocalView:
+        params = self._book.params
         held: dict[Tensor, State] = {}
         mine: set[Tensor] = set()
         for local in self._book.locals:
             mine.update(params[piece.param] for piece in local.pieces)
             held.update({params[piece.param]: state for piece, state in local.states().items()})
-        groups = [{**g, "params": [p for p in g["params"] if p in mine]} for g in self.param_groups]
+        groups = [{"params": [p for p in params_of(g) if p in mine], **options_of(g)} for g in self.param_groups]
         return LocalView(groups, MappingProxyType(held))
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
@@ -152,13 +157,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Add a group, on all ranks; each gets a share of it. Under overlap it counts from the next backward on."""
         if not getattr(self, "initialized", False):  # called by torch's constructor
             super().add_param_group(param_group)
+            self._expose_groups()
             return
 
         num_groups = len(self.param_groups)
 
         def add() -> None:
             (group,) = _as_groups([param_group])
-            _check_params([*self._all_params, *_tensors_of([group])], overlap=self._overlap_with_ddp)
+            _check_params([*self._book.params, *_tensors_of([group])], overlap=self._overlap_with_ddp)
             Optimizer.add_param_group(self, group)
             self._book.make_local({})  # the class's own opinion of the options
 
@@ -174,10 +180,29 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if self._engine is not None:
             self._engine.forget_layout()
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of all parameters; unlike torch's own it waits for no parameter that is on its way."""
+        grads = [(param, param.grad) for param in self._book.params if param.grad is not None]
+        if set_to_none:
+            for param, _ in grads:
+                param.grad = None
+            return
+        for _, grad in grads:
+            if grad.grad_fn is None:
+                grad.requires_grad_(False)
+            else:
+                grad.detach_()
+        if grads:
+            torch._foreach_zero_([grad for _, grad in grads])
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._expose_groups()  # load_state_dict() puts others in their place
+
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Collect the whole state on group rank ``to``, for its ``state_dict()``. Called by all ranks; only ``to`` receives."""
         self._check_destination(to)
-        params = self._all_params
+        params = self._book.params
         pieces = move_states(
             self._book.flat_states(),
             routes=lambda index: [(0, params[index].numel(), GroupRank(to))],
@@ -207,7 +232,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def _whole_states(self, grouped: dict[int, list[tuple[Piece, State]]]) -> dict[int, State]:
         whole = {}
-        for index, param in enumerate(self._all_params):
+        for index, param in enumerate(self._book.params):
             joined = fit(grouped.pop(index, ()), Piece(index, 0, param.numel()))
             if joined is not None:
                 # Copied: our own states would change under the snapshot's feet with the next step.
@@ -234,13 +259,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         The given dict is left as it is, and nothing we do later shows in it.
         """
-        num_params = len(self._all_params)
+        num_params = len(self._book.params)
         strangers = [index for index in state_dict["state"] if index not in range(num_params)]
         if strangers:
             raise ValueError(f"the state dict has states for parameters {strangers}; there are {num_params} parameters")
         # torch's own checks, hooks and rules for the groups; the states are ours to place.
         super().load_state_dict({**state_dict, "state": {}})
-        params = self._all_params
+        params = self._book.params
         given = {
             Piece(index, 0, params[index].numel()): flat_state(state, params[index])
             for index, state in state_dict["state"].items()
@@ -284,13 +309,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _described(self, model: nn.Module) -> list[Described]:
         from zerolap.sharded import Described, names_of
 
-        params = self._all_params
+        params = self._book.params
         return [Described.of(name, param) for name, param in zip(names_of(model, params), params, strict=True)]
 
     def _named_groups(self, params: Sequence[Described]) -> Iterator[Options]:
         names = iter([param.name for param in params])
         for group in self.param_groups:
-            yield {**copied(options_of(group)), "params": [next(names) for _ in group["params"]]}
+            yield {**copied(options_of(group)), "params": [next(names) for _ in params_of(group)]}
 
     def _options_by_name(self, saved: Iterable[Mapping[str, Any]], params: Sequence[Described]) -> list[Options]:
         """The options of each group: of the saved group that its first parameter was in."""
@@ -298,7 +323,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         names = iter([param.name for param in params])
         found = []
         for group in self.param_groups:
-            mine = [next(names) for _ in group["params"]]
+            mine = [next(names) for _ in params_of(group)]
             found.append(next((of_name[name] for name in mine if name in of_name), options_of(group)))
         return found
 
@@ -320,7 +345,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Called by all ranks between backward and ``step()``; under overlap that needs ``schedule="on_step"``.
         """
         if not self._overlap_with_ddp:
-            return torch.nn.utils.clip_grad_norm_(self._all_params, max_norm, norm_type, error_if_nonfinite)
+            return torch.nn.utils.clip_grad_norm_(self._book.params, max_norm, norm_type, error_if_nonfinite)
         return self._engine_for_gradients("clipping").clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
 
     # --- Join ---------------------------------------------------------------------------------------------------------
@@ -342,11 +367,23 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     @property
     def _all_params(self) -> list[Tensor]:
-        return [param for group in self.param_groups for param in group["params"]]
+        """For who comes from torch's class; ours need not wait, and asks the book."""
+        self._wait_for_params()
+        return self._book.params
+
+    def _wait_for_params(self) -> None:
+        """Whoever is handed a parameter by its optimizer, and reads or writes it, finds its updated value."""
+        if self._engine is not None and self._engine.gather is Gather.LAZY:
+            self._engine.wait_for_params()
+
+    def _expose_groups(self) -> None:
+        for place, group in enumerate(self.param_groups):
+            if not isinstance(group, ExposedGroup):
+                self.param_groups[place] = ExposedGroup(group, self._wait_for_params)
 
     @property
     def _default_device(self) -> torch.device:
-        return self._all_params[0].device
+        return self._book.params[0].device
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -391,7 +428,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             with torch.enable_grad():
                 loss = closure()
         engine.step_called()
-        if not engine.has_seen_buckets and any(param.grad is not None for param in self._all_params):
+        if not engine.has_seen_buckets and any(param.grad is not None for param in self._book.params):
             raise RuntimeError(
                 "there are gradients, but DDP has not called the hook made for this optimizer; "
                 "register it by ddp.register_comm_hook(state, hook)"
@@ -411,7 +448,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if not self.parameters_as_bucket_view or self._overlap_with_ddp:
             return
         buckets: dict[tuple[GroupRank, torch.device, torch.dtype], list[Tensor]] = {}
-        for param, owner in zip(self._all_params, self._book.owners.values(), strict=True):
+        for param, owner in zip(self._book.params, self._book.owners.values(), strict=True):
             buckets.setdefault((owner, param.device, param.dtype), []).append(param)
         self._flats = [(owner, FlatParams(params)) for (owner, _, _), params in buckets.items()]
 
@@ -425,7 +462,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 self._build_flats()  # the model was moved or its parameters replaced
             owned = [(owner, flat.buffer) for owner, flat in self._flats]
         else:
-            params = self._all_params
+            params = self._book.params
             owned = [(owner, params[index].detach()) for index, owner in self._book.owners.items()]
         try:
             sent = [
@@ -444,7 +481,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def _compare_with_other_ranks(self) -> None:
         described = [
-            [[list(param.shape), str(param.dtype), param.requires_grad] for param in group["params"]]
+            [[list(param.shape), str(param.dtype), param.requires_grad] for param in params_of(group)]
             for group in self.param_groups
         ]
         digest = hashlib.sha256(json.dumps(described).encode()).hexdigest()

@@ -87,6 +87,9 @@ class WatchedEngine(NativeEngine):
             logger.warning("%s; it was skipped", found)
         return False
 
+    def _name_of(self, param: Tensor) -> str:
+        return next((name for name, each in self._named_params if each is param), super()._name_of(param))
+
     # --- on the lane --------------------------------------------------------------------------------------------------
 
     def _step_if_finite(self, index: int) -> None:

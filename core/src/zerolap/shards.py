@@ -15,14 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zerolap.groups import Options, ParamGroup, options_of, params_of
 from zerolap.logs import logger_of
 from zerolap.plan import GroupRank, Piece, greedy_owners
 from zerolap.states import State, by_param, copied, fit, flat_state, is_flat, shaped_state, strides_in_bucket
 
 logger = logger_of(__name__)
-
-ParamGroup = dict[str, Any]
-Options = dict[str, Any]  # a param group without its parameters
 
 # A matrix product may take another path, and round otherwise, when its operand does not start where an allocation of its
 # own would: every parameter starts at a multiple of this many bytes in its flat buffer.
@@ -33,11 +31,6 @@ WITH_FUSED = frozenset({torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, to
 MASTER = "master_weight"  # a piece's master in its state, when it travels or is saved
 
 
-def options_of(group: ParamGroup) -> Options:
-    """What is told of a group's parameters, without them and without their names, which torch keeps beside the options."""
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
 class FlatParams:
     """Some parameters of one device and dtype in one buffer.
 
@@ -46,7 +39,7 @@ class FlatParams:
     """
 
     def __init__(self, params: Sequence[Tensor]) -> None:
-        self._params = params
+        self.params = params
         first = params[0] if params else torch.empty(0)  # a bucket may hold nothing of this optimizer
         step = _ALIGNMENT_BYTES // first.element_size()
         self._starts = [0]
@@ -358,10 +351,10 @@ class ShardBook:
 
     @property
     def params(self) -> list[Tensor]:
-        return [param for group in self.groups for param in group["params"]]
+        return [param for group in self.groups for param in params_of(group)]
 
     def _greedy(self) -> dict[int, GroupRank]:
-        sizes = [[param.numel() for param in group["params"]] for group in self.groups]
+        sizes = [[param.numel() for param in params_of(group)] for group in self.groups]
         owners = [rank for of_group in greedy_owners(sizes, world_size=self.world_size) for rank in of_group]
         return dict(enumerate(owners))
 
@@ -374,7 +367,7 @@ class ShardBook:
     ) -> LocalOptimizer:
         """An optimizer over ``tensors`` that has every group, empty ones included, so that groups keep their index."""
         groups: list[dict[str, Any]] = [{**options_of(group), "params": {}} for group in self.groups]
-        ends = list(accumulate(len(group["params"]) for group in self.groups))
+        ends = list(accumulate(len(params_of(group)) for group in self.groups))
         for piece in sorted(tensors):
             groups[bisect_right(ends, piece.param)]["params"][piece] = tensors[piece]
         return LocalOptimizer(self._factory, groups, params, is_provisional)
@@ -389,8 +382,8 @@ class ShardBook:
         """Take in the group just appended to the exposed ones; no parameter changes hands."""
         self.owners = self._greedy()
         *earlier, last = self.groups
-        start = sum(len(group["params"]) for group in earlier)
-        added = {_whole(i, p): p for i, p in enumerate(last["params"], start) if self.owners[i] == self.rank}
+        start = sum(len(params_of(group)) for group in earlier)
+        added = {_whole(i, p): p for i, p in enumerate(params_of(last), start) if self.owners[i] == self.rank}
         for local in self.locals:  # every optimizer has every group
             local.add_group(options_of(last), added if local is self.locals[0] else {})
 
