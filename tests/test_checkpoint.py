@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import zerolap
 from training import Mlp, iterate
-from zerolap import checkpoint, convert
+from zerolap import checkpoint, convert, reading, saving
 from zerolap.reading import CheckpointError
 from zerolap_conformance.ranks import run_ranks, try_ranks
 
@@ -387,7 +387,7 @@ def test_a_long_save_shows_a_bar_on_a_terminal_only(
 ) -> None:
     for is_terminal, total in ((True, 2**30), (True, 2**10), (False, 2**30)):
         monkeypatch.setattr(sys.stderr, "isatty", lambda is_terminal=is_terminal: is_terminal)
-        with checkpoint._progress("saving step-3", total, is_shown=True) as tick:
+        with saving._progress_bar("saving step-3", total, is_shown=True) as tick:
             tick(total)
         assert ("saving step-3" in capsys.readouterr().err) == (is_terminal and total > 2**26)
 
@@ -408,7 +408,7 @@ class Exploit:
 def _sealed(path: Path) -> None:
     """As somebody would who can write the manifest, too."""
     manifest = json.loads((path / "manifest.json").read_text())
-    manifest["files"] = {name: checkpoint.digest_of(path / name) for name in manifest["files"]}
+    manifest["files"] = {name: reading.digest_of(path / name) for name in manifest["files"]}
     (path / "manifest.json").write_text(json.dumps(manifest))
 
 

@@ -201,7 +201,8 @@ class Attempt:
 
     def is_saving(self) -> bool:
         """A checkpoint is being written, by these workers: what others have left is of a step that they have not reached yet."""
-        partial = [int(path.stem.removeprefix("step-")) for path in self.folder.glob("step-*[0-9].partial")]
+        names = [path.name for path in self.folder.glob("step-*.partial")]
+        partial = [int(name.removeprefix("step-").partition(".")[0]) for name in names]
         return bool(partial) and max(self.steps(), default=0) >= max(partial)
 
     def wait_for(self, moment: str, dice: random.Random, job: Agent) -> None:

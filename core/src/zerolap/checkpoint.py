@@ -1,8 +1,4 @@
-"""Checkpoints of a model and its sharded optimizer: whole or absent, written by all ranks, loaded by any number of them.
-
-    folder/step-000000100/      a checkpoint of torch.distributed.checkpoint, and manifest.json
-    folder/latest               a link to the newest one
-    folder/*.partial            what a save that did not finish has left; ignored, and removed by the next save
+"""Checkpoints of a model and its sharded optimizer: atomic, written by all ranks, loaded by any number of them.
 
 A checkpoint gets its name once everything in it is on disk. Loading trusts nothing it reads: digests are compared, the pickles
 that torch.distributed.checkpoint writes are read with an allow-list or by weights_only, and the live model and optimizer are
@@ -11,39 +7,34 @@ touched only when every rank has all of its part.
 
 from __future__ import annotations
 
-import importlib.util
+import hashlib
 import io
-import json
 import os
-import re
-import shutil
-import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict_saver
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.planner import WriteItem
 from torch.nn.parallel import DistributedDataParallel
 
-from zerolap.errors import ZerolapError
+from zerolap.checkpoint_folder import find, keep_number, latest, path_of, read_manifest, step_number, steps
+from zerolap.errors import CollectiveError, ZerolapError
 from zerolap.exchange import all_gather_json, refuse_together
 from zerolap.optimizer import ZeroRedundancyOptimizer
 from zerolap.plan import greedy_owners
-from zerolap.reading import FORMAT, MANIFEST, CheckpointError, CheckpointReader, digest_of, unpacked
-from zerolap.sharded import Described, FlatShards, compare, from_sharded, room_for
+from zerolap.reading import CheckpointError, CheckpointReader, unpacked
+from zerolap.saving import Saving, Target, limit_of, partial_name, timeout_of, write_state
+from zerolap.sharded import Described, Fit, FlatShards, compare, entries_in, fit_of, from_sharded, room_for
+from zerolap.shards import options_of
 from zerolap.states import copied
 
-__all__ = ["CheckpointError", "Loaded", "Saving", "async_save", "load", "save", "steps"]
+__all__ = ["CheckpointError", "Loaded", "Saving", "async_save", "latest", "load", "save", "steps"]
 
 STATES = ("optimizer", "state")  # where they are in a checkpoint
 
@@ -55,19 +46,6 @@ class Loaded:
     step: int
     extra: Any
     path: Path
-
-
-# --- which there are --------------------------------------------------------------------------------------------------
-
-
-def steps(folder: str | os.PathLike[str]) -> list[int]:
-    """The steps of all whole checkpoints, the oldest first."""
-    names = (path.name for path in Path(folder).glob("step-*") if (path / MANIFEST).exists())
-    return sorted(int(found[1]) for name in names if (found := re.fullmatch(r"step-(\d+)", name)))
-
-
-def path_of(folder: str | os.PathLike[str], step: int) -> Path:
-    return Path(folder, f"step-{step:09d}")
 
 
 # --- saving -----------------------------------------------------------------------------------------------------------
@@ -85,45 +63,20 @@ def save(
 ) -> Path:
     """Save model and optimizer, each rank its own part; called by all ranks of the optimizer's group.
 
-    ``extra`` is the first rank's: numbers, strings, tensors, and containers of them. With ``keep`` only so many of the newest
-    checkpoints are kept. The folder must be the same one for all ranks.
+    ``extra`` is the first rank's: numbers, strings, tensors, and containers of them. With ``keep`` only so many of the checkpoints
+    that were written last are kept, this one among them. The folder must be the same one for all ranks. CheckpointError, on all
+    ranks, if it could not be written: what was there before is as it was.
     """
     group = optimizer.process_group
-    _wait_for_last(group)
-    state = refuse_together(
-        lambda: _state_of(Path(folder), model, optimizer, step, extra, keep, overwrite),
-        group=group,
-        what="saving a checkpoint",
-    )
-    return write_state(Path(folder), step, state, group, keep)
 
+    def state_of() -> tuple[Target, dict[str, Any]]:
+        _finish_last(group)
+        target = _target(folder, step, keep, overwrite, group)
+        return target, _state_of(model, optimizer, extra)
 
-class Saving:
-    """A checkpoint that is being written in the background."""
-
-    def __init__(self, write: Callable[[], Path]) -> None:
-        self._path: Path | None = None
-        self._error: BaseException | None = None
-        # A daemon: a process that fails must be able to end, and what it has not finished is ignored.
-        self._thread = threading.Thread(target=self._run, args=(write,), name="zerolap-checkpoint", daemon=True)
-        self._thread.start()
-
-    def _run(self, write: Callable[[], Path]) -> None:
-        try:
-            self._path = write()
-        except BaseException as error:  # for whoever waits: a thread has no caller to raise to
-            self._error = error
-
-    def is_done(self) -> bool:
-        return not self._thread.is_alive()
-
-    def wait(self) -> Path:
-        """Return once the checkpoint is there; raises if it could not be written."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        assert self._path is not None
-        return self._path
+    target, state = refuse_together(state_of, group=group, what="saving a checkpoint")
+    target, _ = _agreed(target, group)
+    return write_state(target, state, group)
 
 
 _groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}  # of background saves, by the optimizer's
@@ -142,51 +95,97 @@ def async_save(
 ) -> Saving:
     """Copy what this rank saves, and write it while training goes on. Waits for an earlier one that is not done yet.
 
-    Wait for the last one before the process ends.
+    Wait for the last one before the process ends. A save that fails does not keep the next one from being made: its error is raised
+    by ``wait()``, and is a warning of the next save if ``wait()`` was never called.
     """
     group = optimizer.process_group
-    _wait_for_last(group)
-    state = refuse_together(
-        lambda: _staged(_state_of(Path(folder), model, optimizer, step, extra, keep, overwrite)),
-        group=group,
-        what="saving a checkpoint",
-    )
-    if group not in _groups:  # one of its own: another thread uses the optimizer's
+
+    def staged_state_of() -> tuple[Target, dict[str, Any]]:
+        _finish_last(group)
         if torch.device("cpu") not in group._device_types:
             raise CheckpointError(
                 "saving in the background needs a process group that can communicate on the CPU, too; name a CPU backend "
                 "beside the device's in init_process_group()"
             )
-        made = dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
-        assert made is not None
-        _groups[group] = made
-    _last[group] = saving = Saving(lambda: write_state(Path(folder), step, state, _groups[group], keep))
+        target = _target(folder, step, keep, overwrite, group)
+        return target, _staged(_state_of(model, optimizer, extra))
+
+    target, state = refuse_together(staged_state_of, group=group, what="saving a checkpoint")
+    target, are_groups_usable = _agreed(target, group, has_group=group in _groups)
+    if not are_groups_usable:
+        _groups[group] = _background_group(group)
+    behind = _groups[group]
+    _last[group] = saving = Saving(
+        lambda progress: write_state(target, state, behind, progress), path=target.path, limit=limit_of(group, state)
+    )
     return saving
+
+
+def _finish_last(group: dist.ProcessGroup) -> None:
+    """Wait until the last background save is over. If it has failed, ranks may disagree on where they are in its group, which is
+    not used again."""
+    saving = _last.get(group)
+    if saving is None:
+        return
+    saving._join()  # one that does not end stays the last
+    del _last[group]
+    if saving._has_failed:
+        _groups.pop(group, None)
+    unseen = saving._take_unseen_error()
+    if unseen is not None:
+        warnings.warn(f"an earlier background save failed, and wait() was not called: {unseen}", stacklevel=5)
+
+
+def _background_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """One of their own for background saves, with the same timeout: another thread uses the optimizer's."""
+    try:
+        made: dist.ProcessGroup | None = dist.new_group(
+            dist.get_process_group_ranks(group),
+            timeout=timedelta(seconds=timeout_of(group)),
+            use_local_synchronization=True,
+        )
+    except Exception as error:
+        raise CollectiveError(
+            f"rank {dist.get_rank()}: making a process group for background saves failed: {error}"
+        ) from error
+    assert made is not None
+    return made
+
+
+def _target(folder: Any, step: Any, keep: Any, overwrite: bool, group: dist.ProcessGroup) -> Target:
+    number = step_number(step)
+    target = Target(
+        folder=Path(folder),
+        step=number,
+        keep=keep_number(keep),
+        overwrite=bool(overwrite),
+        partial=partial_name(number, group),
+    )
+    there = find(folder, number) or (target.path if os.path.lexists(target.path) else None)
+    if there is not None and not overwrite:
+        raise FileExistsError(f"{there} is there already; give overwrite=True to replace it")
+    return target
+
+
+def _agreed(target: Target, group: dist.ProcessGroup, *, has_group: bool = False) -> tuple[Target, bool]:
+    """What all ranks save, under the first one's name, and whether all have a group for background saves."""
+    mine = [target.step, target.keep, target.overwrite]
+    said = all_gather_json([mine, target.partial, has_group], group=group, what="comparing what is saved between ranks")
+    (first, partial, _), *_ = said
+    for rank, (theirs, _, _) in enumerate(said):
+        if theirs != first:
+            raise ValueError(
+                f"the ranks save with different step, keep and overwrite: group rank 0 has {first}, group rank {rank} {theirs}"
+            )
+    return replace(target, partial=partial), all(has for _, _, has in said)
 
 
 def _module_of(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
-def _wait_for_last(group: dist.ProcessGroup) -> None:
-    if group in _last:
-        _last.pop(group).wait()
-
-
-def _state_of(
-    folder: Path,
-    model: nn.Module,
-    optimizer: ZeroRedundancyOptimizer,
-    step: int,
-    extra: Any,
-    keep: int | None,
-    overwrite: bool,
-) -> dict[str, Any]:
+def _state_of(model: nn.Module, optimizer: ZeroRedundancyOptimizer, extra: Any) -> dict[str, Any]:
     """What this rank saves. Refuses what could not be loaded again."""
-    if step < 0 or (keep is not None and keep < 1):
-        raise ValueError(f"step must not be negative and keep at least 1, got {step} and {keep}")
-    if path_of(folder, step).exists() and not overwrite:
-        raise FileExistsError(f"{path_of(folder, step)} is there already; give overwrite=True to replace it")
     rank, size = optimizer.rank, optimizer.world_size
     if size > 1:
         _refuse_without_numpy()
@@ -204,7 +203,12 @@ def _state_of(
     pack(state["optimizer"]["param_groups"])  # for its refusal
     if rank == 0:
         state["extra"] = pack(extra)
+        state["about"] = pack({"optimizer_class": class_name(optimizer)})
     return state
+
+
+def class_name(optimizer: ZeroRedundancyOptimizer) -> str:
+    return type(optimizer._book.locals[0].optimizer).__name__
 
 
 def _refuse_without_numpy() -> None:
@@ -235,120 +239,6 @@ def _staged(value: Any) -> Any:
     return copied(value, device="cpu")
 
 
-class _SavePlanner(DefaultSavePlanner):
-    """Says how far it is."""
-
-    def __init__(self, on_item: Callable[[int], None]) -> None:
-        super().__init__()
-        self._on_item = on_item
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        data = super().resolve_data(write_item)
-        self._on_item(data.nbytes if isinstance(data, Tensor) else len(data.getbuffer()))
-        return data
-
-
-def write_state(
-    folder: Path, step: int, state: dict[str, Any], group: dist.ProcessGroup | None, keep: int | None
-) -> Path:
-    """Write under another name, and give it its own when all of it is on disk. Without a group this process writes everything."""
-    rank, size = (0, 1) if group is None else (group.rank(), group.size())
-    path = path_of(folder, step)
-    partial = path.with_suffix(".partial")
-
-    def prepare() -> None:
-        if rank == 0:
-            for left in folder.glob("*.partial"):
-                _remove(left)
-            partial.mkdir(parents=True)
-
-    def look() -> None:
-        if not partial.exists():
-            raise CheckpointError(f"{folder} is not the same folder on all ranks; checkpoints need one that they share")
-
-    def write() -> dict[str, Any]:
-        with _progress(f"saving {path.name}", _nbytes(state), is_shown=rank == 0) as tick:
-            writer, planner = FileSystemWriter(partial), _SavePlanner(tick)
-            state_dict_saver.save(
-                state, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None
-            )
-        mine = [*partial.glob(f"__{rank}_*"), *([partial / ".metadata"] if rank == 0 else [])]
-        return {file.name: digest_of(file) for file in mine}
-
-    def finish() -> None:
-        if rank != 0:
-            return
-        files = {name: digest for each in digests for name, digest in each.items()}
-        manifest = {"format": FORMAT, "step": step, "ranks": size, "files": files}
-        _write_durably(partial / MANIFEST, json.dumps(manifest, indent=1))
-        if path.exists():
-            _remove(path)
-        partial.rename(path)
-        link = folder / "latest.partial"
-        link.symlink_to(path.name)
-        link.replace(folder / "latest")
-        _sync_folder(folder)
-        for old in steps(folder)[:-keep] if keep is not None else []:
-            _remove(path_of(folder, old))
-
-    _together(prepare, group, f"making {partial}")
-    _together(look, group, f"looking for {partial}")
-    written = _together(write, group, f"writing {partial}")
-    digests = [written] if group is None else all_gather_json(written, group=group, what="comparing what was written")
-    _together(finish, group, f"finishing {path}")
-    return path
-
-
-def _together(do: Callable[[], Any], group: dist.ProcessGroup | None, what: str) -> Any:
-    return do() if group is None else refuse_together(do, group=group, what=what)
-
-
-@contextmanager
-def _progress(what: str, total: int, *, is_shown: bool) -> Iterator[Callable[[int], None]]:
-    """A bar for people who wait: on a terminal, for what takes more than a moment, if rich is installed."""
-    is_shown = is_shown and total >= 2**26 and sys.stderr.isatty() and importlib.util.find_spec("rich") is not None
-    if not is_shown:
-        yield lambda nbytes: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(what, total=total)
-        yield lambda nbytes: progress.advance(task, nbytes)
-
-
-def _nbytes(value: Any) -> int:
-    if isinstance(value, FlatShards):
-        return sum(part.nbytes for part in value.ranges.values())
-    if isinstance(value, Mapping):
-        return sum(_nbytes(item) for item in value.values())
-    return value.nbytes if isinstance(value, Tensor) else 0
-
-
-def _remove(path: Path) -> None:
-    """Under a name that says so: half removed, it must not pass for a checkpoint."""
-    if path.suffix != ".partial":
-        path = path.rename(path.with_name(f"{path.name}-old.partial"))
-    path.unlink() if path.is_symlink() else shutil.rmtree(path)
-
-
-def _write_durably(file: Path, text: str) -> None:
-    with file.open("w") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    _sync_folder(file.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 # --- loading ----------------------------------------------------------------------------------------------------------
 
 
@@ -360,25 +250,29 @@ def load(
     step: int | None = None,
     strict: bool = True,
 ) -> Loaded:
-    """Load the newest checkpoint, or that of ``step``; called by all ranks of the optimizer's group, however many there are.
+    """Load the latest checkpoint, or that of ``step``; called by all ranks of the optimizer's group, however many there are.
 
     FileNotFoundError if there is none; CheckpointError, on all ranks and with nothing changed, if it is damaged or does not fit.
-    With ``strict=False`` parameters that it does not have stay as they are, and those it has beyond the model's are left out.
+    With ``strict=False`` parameters that it does not have stay as they are, and those it has beyond the model's are left out; so is
+    the state of another optimizer class where it does not fit, and its options.
     """
     group = optimizer.process_group
-    said = all_gather_json(steps(folder), group=group, what="looking for checkpoints")[0]
-    if not said or (step is not None and step not in said):
-        raise FileNotFoundError(
-            f"{folder} has no whole checkpoint{'' if step is None else f' of step {step}'}; it has {said}"
+    path = _chosen(folder, step, group)
+    before = _on_all_or_none(lambda: _manifest_digest(path), group, f"looking at {path}")
+    if len(set(all_gather_json(before, group=group, what=f"comparing {path} between ranks"))) > 1:
+        raise CheckpointError(
+            f"{path} is not the same on all ranks; they need one folder, and it must not be written while it is loaded"
         )
-    path = path_of(folder, step if step is not None else max(said))
-    reader = refuse_together(
-        lambda: CheckpointReader(path, share=(group.rank(), group.size())), group=group, what=f"checking {path}"
+    reader = _on_all_or_none(
+        lambda: CheckpointReader(path, share=(group.rank(), group.size())), group, f"checking {path}"
     )
 
     def read() -> tuple[dict[str, Any], Any]:
         """Everything, beside what is live."""
-        small = reader.read({"optimizer": {"params": None, "param_groups": None}, "extra": reader.room(("extra",))})
+        about = {"about": reader.room(("about",))} if reader.has(("about",)) else {}
+        small = reader.read(
+            {"optimizer": {"params": None, "param_groups": None}, "extra": reader.room(("extra",)), **about}
+        )
         then = described_then(small["optimizer"]["params"])
         now = optimizer._described(model)
         module = _module_of(model)
@@ -386,24 +280,88 @@ def load(
             name: torch.empty_like(value, device="cpu") if isinstance(value, Tensor) else None
             for name, value in module.state_dict().items()
         }
-        differences = [*compare(now, then), *_differences(room, reader)]
+        saved_class = unpacked(small["about"])["optimizer_class"] if about else None
+        fit = _fit(optimizer, saved_class, small["optimizer"]["param_groups"], entries_in(reader.metadata, STATES), now)
+        differences = [*compare(now, then), *_differences(room, reader), *fit.differences]
         if not strict:
             differences = [difference for difference in differences if "has shape" in difference]
             room = {name: value for name, value in room.items() if reader.has(("model", name))}
         if differences:
             raise CheckpointError(f"{path} does not fit the model: " + "; ".join(dict.fromkeys(differences)))
         pieces = [piece for local in optimizer._book.locals for piece in local.pieces]
+        pieces = [piece for piece in pieces if now[piece.param].name not in fit.without_state]
         states = room_for(reader.metadata, STATES, pieces, now, then)
         whole = reader.read({"model": room, "optimizer": {"state": states}})
         found = from_sharded(whole["optimizer"]["state"], now, then)
         options = optimizer._options_by_name(small["optimizer"]["param_groups"], now)
+        if not fit.is_same_class:
+            options = [options_of(each) for each in optimizer.param_groups]
+        if _manifest_digest(path) != before:
+            raise CheckpointError(f"{path} was replaced while it was loaded; load again")
         return {"model": whole["model"], "states": found, "options": options}, unpacked(small["extra"])
 
-    found, extra = refuse_together(_damaged_is_an_error(read, path), group=group, what=f"loading {path}")
+    found, extra = _on_all_or_none(_damaged_is_an_error(read, path), group, f"loading {path}")
     module = _module_of(model)
     module.load_state_dict(found["model"], strict=strict)
     optimizer._take(found["options"], found["states"])
     return Loaded(reader.step, extra, path)
+
+
+def _chosen(folder: str | os.PathLike[str], step: Any, group: dist.ProcessGroup) -> Path:
+    """The checkpoint to load: the first rank's choice, so that all load the same one."""
+
+    def look() -> tuple[list[int], int | None, int | None]:
+        return steps(folder), latest(folder), None if step is None else step_number(step)
+
+    mine = refuse_together(look, group=group, what="looking for checkpoints")
+    said = all_gather_json(mine, group=group, what="choosing a checkpoint")
+    held, newest, _ = said[0]
+    wanted = {each[2] for each in said}
+    if len(wanted) > 1:
+        raise ValueError(f"the ranks load different steps: {[each[2] for each in said]}")
+    (number,) = wanted
+    if not held or (number is not None and number not in held):
+        raise FileNotFoundError(
+            f"{folder} has no whole checkpoint{'' if number is None else f' of step {number}'}; it has {held}"
+        )
+    number = newest if number is None else number
+    return find(folder, number) or path_of(folder, number)
+
+
+def _on_all_or_none(do: Callable[[], Any], group: dist.ProcessGroup, what: str) -> Any:
+    """As ``refuse_together``, with one type of error on all ranks."""
+    try:
+        return refuse_together(do, group=group, what=what)
+    except (CheckpointError, CollectiveError):
+        raise
+    except ZerolapError as error:
+        raise CheckpointError(str(error)) from error
+
+
+def _manifest_digest(path: Path) -> str:
+    """Tells one checkpoint from another that has taken its place."""
+    try:
+        return hashlib.blake2b(read_manifest(path)).hexdigest()
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+
+
+def _fit(
+    optimizer: ZeroRedundancyOptimizer,
+    saved_class: str | None,
+    saved_groups: Sequence[Mapping[str, Any]],
+    entries: Mapping[str, frozenset[str]],
+    params: Sequence[Described],
+) -> Fit:
+    return fit_of(
+        saved_class,
+        class_name(optimizer),
+        saved_options=optimizer._options_by_name(saved_groups, params),
+        groups=optimizer.param_groups,
+        entries=entries,
+        params=params,
+        factory=optimizer._book._factory,
+    )
 
 
 def described_then(saved: Iterable[Sequence[Any]]) -> dict[str, Described]:

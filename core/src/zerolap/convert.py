@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerolap.checkpoint import STATES, described_then, pack, path_of, write_state
+from zerolap.checkpoint import STATES, described_then, pack
+from zerolap.checkpoint_folder import path_of
 from zerolap.plan import Piece
 from zerolap.reading import CheckpointError, CheckpointReader, unpacked
+from zerolap.saving import Target, write_state
 from zerolap.sharded import Described, from_sharded, room_for, to_sharded
 from zerolap.states import State, flat_state, shaped_state
 
@@ -106,7 +108,7 @@ def from_file(file: str | os.PathLike[str], folder: str | os.PathLike[str], *, s
     state = {"model": model, "optimizer": sharded, "extra": pack(whole.get("extra"))}
     with warnings.catch_warnings():  # that this is one process, which is what we want
         warnings.simplefilter("ignore")
-        return write_state(Path(folder), step, state, None, None)
+        return write_state(Target(folder=Path(folder), step=step), state, None)
 
 
 def _names(model: dict[str, Tensor], optimizer: dict[str, Any]) -> list[str]:

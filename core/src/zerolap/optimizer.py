@@ -297,14 +297,16 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def load_sharded_state_dict(self, sharded: Mapping[str, Any], model: nn.Module) -> None:
         """Take what torch.distributed.checkpoint has loaded into a ``sharded_state_dict(make_room=True)``."""
-        from zerolap.sharded import Described, compare, from_sharded
+        from zerolap.sharded import Described, compare, compare_options, from_sharded
 
         params = self._described(model)
         then = {name: Described(name, tuple(shape), tuple(strides)) for name, shape, strides in sharded["params"]}
-        differences = compare(params, then)
+        given = self._options_by_name(sharded["param_groups"], params)
+        name = type(self._book.locals[0].optimizer).__name__
+        differences = compare(params, then) or compare_options(given, self.param_groups, name)
         if differences:
             raise ValueError("the checkpoint does not fit the model: " + "; ".join(differences))
-        self._take(self._options_by_name(sharded["param_groups"], params), from_sharded(sharded["state"], params, then))
+        self._take(given, from_sharded(sharded["state"], params, then))
 
     def _described(self, model: nn.Module) -> list[Described]:
         from zerolap.sharded import Described, names_of

@@ -24,7 +24,7 @@ MANIFEST = "manifest.json"
 
 
 class CheckpointError(ZerolapError):
-    """A checkpoint cannot be used; nothing was changed."""
+    """A checkpoint cannot be written or used; model, optimizer and other checkpoints are as they were."""
 
 
 def digest_of(file: Path) -> list[Any]:

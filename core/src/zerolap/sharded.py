@@ -8,7 +8,8 @@ gets them. All other entries (step counts, factored moments) are saved as they a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -21,9 +22,16 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.optim import Optimizer
 
+from zerolap.logs import logger_of
 from zerolap.plan import Piece
+from zerolap.shards import MASTER, Options, ParamGroup, options_of, stand_in_for
 from zerolap.states import State, strides_in_bucket
+
+_LARGEST_TRIED = 2**22  # elements of a parameter that a class is tried on
+
+logger = logger_of(__name__)
 
 
 class FlatShards(Tensor):
@@ -115,6 +123,110 @@ def compare(params: Sequence[Described], then: Mapping[str, Described]) -> list[
             if name in then and then[name].shape != param.shape
         ),
     ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """What an optimizer can do with the states of a checkpoint: in words where it cannot, and the parameters whose state it leaves."""
+
+    differences: list[str]
+    without_state: frozenset[str]
+    is_same_class: bool
+
+
+def entries_in(saved: Metadata, path: tuple[str, ...]) -> dict[str, frozenset[str]]:
+    """The names of the entries that each parameter's state has in a checkpoint; masters are ours, not the class's."""
+    found: dict[str, set[str]] = {}
+    for where in (saved.planner_data or {}).values():
+        if tuple(where[: len(path)]) == path and len(where) > len(path) + 1:
+            found.setdefault(str(where[len(path)]), set()).add(str(where[len(path) + 1]))
+    return {name: frozenset(keys - {MASTER}) for name, keys in found.items() if keys - {MASTER}}
+
+
+def fit_of(
+    saved_class: str | None,
+    our_class: str,
+    *,
+    saved_options: Sequence[Options],
+    groups: Sequence[ParamGroup],
+    entries: Mapping[str, frozenset[str]],
+    params: Sequence[Described],
+    factory: Callable[[list[ParamGroup]], Optimizer],
+) -> Fit:
+    """Compare a checkpoint's class, options and state entries with those of an optimizer.
+
+    Checkpoints of single files, and of older versions, do not name the class. What their states should have is found by a step of
+    the class on a tensor like the smallest parameter of each kind.
+    """
+    kinds: dict[tuple[int, int], list[tuple[Tensor, Described]]] = {}
+    described = iter(params)
+    for place, group in enumerate(groups):
+        for param in group["params"]:
+            found = next(described)
+            if found.name in entries:
+                kinds.setdefault((place, param.ndim), []).append((param, found))
+    is_other_class = saved_class not in (None, our_class)
+    misfits: dict[str, str] = {}
+    for (place, _), alike in kinds.items():
+        ours = _own_options(groups[place])
+        theirs = ours if is_other_class else {key: saved_options[place].get(key, value) for key, value in ours.items()}
+        param, specimen = min(alike, key=lambda each: each[0].numel())
+        expected = _entries_made(factory, theirs, param) or _entries_made(factory, ours, param)
+        if expected is None:
+            misfits |= {
+                each.name: f"the state of {each.name} is another class's" for _, each in alike if is_other_class
+            }
+            continue
+        fits = entries[specimen.name] == expected or saved_class == our_class
+        misfits |= {
+            each.name: f"the state of {each.name} has {sorted(entries[each.name])}, where {our_class} keeps {sorted(expected)}"
+            for _, each in alike
+            if not fits or entries[each.name] < expected
+        }
+    differences = list(misfits.values())
+    if is_other_class:
+        differences = [f"it was saved with the optimizer {saved_class}, not {our_class}"]
+    elif saved_class is None and not differences:
+        differences = compare_options(saved_options, groups, our_class)
+    unknown = {name for name in entries if name not in {each.name for each in params}}
+    return Fit(
+        differences=differences,
+        without_state=frozenset(misfits.keys() | unknown),
+        is_same_class=saved_class == our_class or (saved_class is None and not differences),
+    )
+
+
+def compare_options(saved: Sequence[Options], groups: Sequence[ParamGroup], our_class: str) -> list[str]:
+    """A difference if both sides have options that the other does not know: one alone may be of another version."""
+    given = {key for options in saved for key in _own_options(options)}
+    ours = {key for group in groups for key in _own_options(group)}
+    if given - ours and ours - given:
+        return [f"its options {sorted(given - ours)} are none of {our_class}'s, which needs {sorted(ours - given)}"]
+    return []
+
+
+def _own_options(group: ParamGroup) -> Options:
+    """The options of the class, without what torch keeps beside them."""
+    return {key: value for key, value in options_of(group).items() if key != "param_names"}
+
+
+def _entries_made(
+    factory: Callable[[list[ParamGroup]], Optimizer], options: Options, like: Tensor
+) -> frozenset[str] | None:
+    """The entries that a first step leaves in the state of such a parameter; None if that cannot be tried."""
+    if like.numel() > _LARGEST_TRIED:
+        return None
+    tried = stand_in_for(like, torch.zeros_like(like, memory_format=torch.contiguous_format))
+    tried.requires_grad_()
+    tried.grad = torch.ones_like(tried)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            optimizer = factory([{**options, "params": [tried]}])
+            optimizer.step()
+    except Exception as error:  # whatever a class of the user's raises for such options, it is not what is asked here
+        logger.debug("the entries of an optimizer's state are not known: %s: %s", type(error).__name__, error)
+        return None
+    return frozenset(optimizer.state[tried]) if tried in optimizer.state else frozenset()
 
 
 def to_sharded(states: Mapping[Piece, State], params: Sequence[Described]) -> dict[str, State]:

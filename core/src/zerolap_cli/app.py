@@ -368,7 +368,7 @@ app.add_typer(checkpoints)
 
 @checkpoints.command()
 def inspect(
-    path: Annotated[Path, typer.Argument(help="A checkpoint, or a folder of them: the newest one.")],
+    path: Annotated[Path, typer.Argument(help="A checkpoint, or a folder of them: the latest one.")],
     as_json: AsJson = False,
 ) -> None:
     """Say what is in a checkpoint. Exit code 1 if it is damaged."""
@@ -435,7 +435,7 @@ def convert(
 
 def _checkpoint_at(path: Path) -> Path:
     """The checkpoint that is meant; ends with code 2 if there is none."""
-    from zerolap.checkpoint import path_of, steps
+    from zerolap.checkpoint_folder import find, latest
 
     if not path.exists():
         raise fail(f"{path} is not there", code=2)
@@ -443,7 +443,8 @@ def _checkpoint_at(path: Path) -> Path:
         raise fail(f"{path} is a file; a sharded checkpoint is a folder", code=2)
     if (path / "manifest.json").exists():
         return path
-    held = steps(path)
-    if not held:
+    step = latest(path)
+    found = find(path, step) if step is not None else None
+    if found is None:
         raise fail(f"{path} has no whole checkpoint: neither manifest.json nor a folder step-N with one", code=2)
-    return path_of(path, max(held))
+    return found
