@@ -26,12 +26,12 @@ from torch.nn.parallel import DistributedDataParallel
 from zerolap.checkpoint_folder import find, keep_number, latest, path_of, read_manifest, step_number, steps
 from zerolap.errors import CollectiveError, ZerolapError
 from zerolap.exchange import all_gather_json, refuse_together
+from zerolap.groups import options_of
 from zerolap.optimizer import ZeroRedundancyOptimizer
 from zerolap.plan import greedy_owners
 from zerolap.reading import CheckpointError, CheckpointReader, unpacked
 from zerolap.saving import Saving, Target, limit_of, partial_name, timeout_of, write_state
 from zerolap.sharded import Described, Fit, FlatShards, compare, entries_in, fit_of, from_sharded, room_for
-from zerolap.shards import options_of
 from zerolap.states import copied
 
 __all__ = ["CheckpointError", "Loaded", "Saving", "async_save", "latest", "load", "save", "steps"]

@@ -24,9 +24,10 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.optim import Optimizer
 
+from zerolap.groups import Options, ParamGroup, options_of, params_of
 from zerolap.logs import logger_of
 from zerolap.plan import Piece
-from zerolap.shards import MASTER, Options, ParamGroup, options_of, stand_in_for
+from zerolap.shards import MASTER, stand_in_for
 from zerolap.states import State, strides_in_bucket
 
 _LARGEST_TRIED = 2**22  # elements of a parameter that a class is tried on
@@ -161,14 +162,14 @@ def fit_of(
     kinds: dict[tuple[int, int], list[tuple[Tensor, Described]]] = {}
     described = iter(params)
     for place, group in enumerate(groups):
-        for param in group["params"]:
+        for param in params_of(group):
             found = next(described)
             if found.name in entries:
                 kinds.setdefault((place, param.ndim), []).append((param, found))
     is_other_class = saved_class not in (None, our_class)
     misfits: dict[str, str] = {}
     for (place, _), alike in kinds.items():
-        ours = _own_options(groups[place])
+        ours = options_of(groups[place])
         theirs = ours if is_other_class else {key: saved_options[place].get(key, value) for key, value in ours.items()}
         param, specimen = min(alike, key=lambda each: each[0].numel())
         expected = _entries_made(factory, theirs, param) or _entries_made(factory, ours, param)
@@ -198,16 +199,11 @@ def fit_of(
 
 def compare_options(saved: Sequence[Options], groups: Sequence[ParamGroup], our_class: str) -> list[str]:
     """A difference if both sides have options that the other does not know: one alone may be of another version."""
-    given = {key for options in saved for key in _own_options(options)}
-    ours = {key for group in groups for key in _own_options(group)}
+    given = {key for options in saved for key in options_of(options)}
+    ours = {key for group in groups for key in options_of(group)}
     if given - ours and ours - given:
         return [f"its options {sorted(given - ours)} are none of {our_class}'s, which needs {sorted(ours - given)}"]
     return []
-
-
-def _own_options(group: ParamGroup) -> Options:
-    """The options of the class, without what torch keeps beside them."""
-    return {key: value for key, value in options_of(group).items() if key != "param_names"}
 
 
 def _entries_made(
