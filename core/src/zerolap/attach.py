@@ -21,28 +21,23 @@ from torch.optim import Optimizer
 from zerolap.adapter import Adapter
 from zerolap.auto import Tuner
 from zerolap.engine import Engine
+from zerolap.exchange import all_gather_json
+from zerolap.groups import options_of, params_of
 from zerolap.hooks import Hook, agreement_of, guarded, meet, use_engine
 from zerolap.logs import logger_of
 from zerolap.machine import Gather, Schedule
 from zerolap.metrics import Stats
 from zerolap.native import NativeEngine, Precision
 from zerolap.optimizer import ZeroRedundancyOptimizer
+from zerolap.optimizer_facts import Factory, exact_cuts, fused_is_same, is_elementwise
 from zerolap.preflight import called_together, check_sent_dtype, unwrapped
 from zerolap.safety import NonFinite, Safety, WatchedEngine
-from zerolap.shards import WITH_FUSED
 from zerolap.taking import take
 from zerolap.tracing import Trace
 
 logger = logger_of(__name__)
 
 E = TypeVar("E", bound=Enum)
-
-# Optimizers that treat every element by itself, known by exact type: a subclass may do otherwise, and can say that it does
-# not by a class attribute ``is_elementwise = True``.
-_ELEMENTWISE = frozenset(
-    getattr(torch.optim, name)
-    for name in ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop")
-)
 
 
 class Handle:
@@ -202,17 +197,11 @@ def attach(
         chosen: Adapter, groups: list[dist.ProcessGroup], undo: ExitStack
     ) -> tuple[WatchedEngine, Adapter, Tuner | None]:
         reduce_group, group = groups
-        is_elementwise = _is_elementwise(optimizer._optimizer_class)
-        if not is_elementwise:
-            logger.info(
-                "%s is not known to treat every element by itself: its shards are whole parameters, less evenly shared",
-                optimizer._optimizer_class,
-            )
-        _use_fused(optimizer)
+        cuts = _agree_on_facts(optimizer, cut=chosen.capabilities.exact_cut, precision=precision)
         engine = WatchedEngine(
             optimizer._book,
             reduce_group=reduce_group,
-            cut=chosen.capabilities.exact_cut if is_elementwise else None,
+            cuts=cuts,
             precision=precision,
             safety=safety,
             named_params=list(ddp.module.named_parameters()),
@@ -354,15 +343,53 @@ class _RefreshMasters:
         return (_RefreshMasters, ())
 
 
-def _use_fused(optimizer: ZeroRedundancyOptimizer) -> None:
-    """Turn on the fused implementation where class and device have one and the user has said nothing about it."""
-    devices = torch.utils._foreach_utils._get_fused_kernels_supported_devices()
-    has_fused = optimizer._optimizer_class in WITH_FUSED and all(
-        param.device.type in devices and param.is_floating_point() for param in optimizer._all_params
+def _agree_on_facts(
+    optimizer: ZeroRedundancyOptimizer, *, cut: int, precision: Precision
+) -> dict[torch.dtype, int | None]:
+    """Where parameters of each dtype may be cut. Turns fused implementations on where that changes nothing but rounding.
+
+    What one rank finds may be another's for another number of threads, or another processor: what all have found counts.
+    """
+    factory, groups = optimizer._book.factory, optimizer.param_groups
+    fused = [_may_be_fused(factory, group, precision) for group in groups]
+    for group, is_fused in zip(groups, fused, strict=True):
+        if is_fused:
+            group["fused"] = True  # as it will be stepped; taken back below if another rank finds otherwise
+    cuts = (
+        exact_cuts(factory, groups, cut=cut, stepped_as=precision.stepped_as)
+        if is_elementwise(optimizer._optimizer_class)
+        else {}
     )
-    for group in optimizer.param_groups if has_fused else ():
-        if group["fused"] is None and group["foreach"] is None and not group["differentiable"]:
-            group["fused"] = not group.get("capturable")
+    said = all_gather_json(
+        [fused, {str(dtype): each for dtype, each in cuts.items()}],
+        group=optimizer.process_group,
+        what="comparing what the optimizer's class does",
+    )
+    for place, group in enumerate(groups):
+        if fused[place] and not all(theirs[place] for theirs, _ in said):
+            group["fused"] = None
+    agreed = {dtype: each for dtype, each in cuts.items() if all(theirs[str(dtype)] for _, theirs in said)}
+    whole = sorted({str(param.dtype) for param in optimizer._all_params if param.dtype not in agreed})
+    if whole:
+        logger.info(
+            "shards of %s are whole parameters of %s, less evenly shared: it is not known to treat every element by itself, or its "
+            "pieces would be rounded otherwise than the whole",
+            optimizer._optimizer_class,
+            ", ".join(whole),
+        )
+    return agreed
+
+
+def _may_be_fused(factory: Factory, group: dict[str, Any], precision: Precision) -> bool:
+    """Whether the user has said nothing about it, and it gives the same for every dtype of the group."""
+    if group.get("fused", True) is not None or group["foreach"] is not None or group["differentiable"]:
+        return False
+    if group.get("capturable"):
+        return False
+    params = {param.dtype: param for param in params_of(group)}.values()
+    return bool(params) and all(
+        fused_is_same(factory, options_of(group), param, dtype=precision.stepped_as(param.dtype)) for param in params
+    )
 
 
 def _member(kind: type[E], value: str, name: str, *others: str) -> E:
@@ -406,12 +433,6 @@ def _check_safety(safety: Safety, schedule: Schedule) -> None:
         )
     if nonfinite is NonFinite.SKIP and schedule is not Schedule.ON_STEP:
         raise ValueError('nonfinite="skip" skips step(), which updates with schedule="on_step" only; use that')
-
-
-def _is_elementwise(optimizer_class: Any) -> bool:
-    if isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer):
-        return optimizer_class in _ELEMENTWISE or vars(optimizer_class).get("is_elementwise") is True
-    return False
 
 
 class GradScaler(torch.amp.GradScaler):

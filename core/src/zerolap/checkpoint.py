@@ -360,7 +360,7 @@ def _fit(
         groups=optimizer.param_groups,
         entries=entries,
         params=params,
-        factory=optimizer._book._factory,
+        factory=optimizer._book.factory,
     )
 
 

@@ -110,6 +110,12 @@ def move_states(
     return {Piece(*key): state for key, state in arrived.items()}
 
 
+def check_sendable(states: Mapping[Piece, State]) -> None:
+    """ZerolapError if a rank that is sent these states could not load them safely."""
+    rest, streamed, _ = _split({(piece.param, piece.start, piece.stop): state for piece, state in states.items()})
+    _unpack(_pack((rest, [tuple(each) for each in streamed])))
+
+
 def _exchange(
     states: Mapping[Part, State],
     to: GroupRank,

@@ -24,6 +24,7 @@ from zerolap.exchange import all_gather_json, refuse_together
 from zerolap.lane import Waiter
 from zerolap.machine import Agreement, Schedule
 from zerolap.optimizer import ZeroRedundancyOptimizer
+from zerolap.optimizer_facts import refuse_immovable
 from zerolap.plan import Policy
 from zerolap.preflight import called_together, check_kinds, meeting_group, unwrapped
 from zerolap.registry import resolve_adapter
@@ -168,11 +169,13 @@ def meet(
         found = resolve_adapter(adapter, device_type=zero._default_device.type)
         found.check_group(zero.process_group)
         _check(ddp, zero)
+        refuse_immovable(zero._book.factory, zero.param_groups)
         wanted = settings()
         return found
 
     group, what = meeting_group(zero, ddp), "overlapping an optimizer with DDP"
     chosen: Adapter = refuse_together(check, group=group, what=what)
+    zero._compare_with_other_ranks()  # once more: options may have been changed since
     mine = [chosen.name, *wanted, ddp.find_unused_parameters, ddp.static_graph, f"debug={','.join(modes)}"]
     layout: dict[str, Any] = ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]  # torch gives it no types
     mine.append(f"buckets of {layout.get('bucket_sizes')} bytes")

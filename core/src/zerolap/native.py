@@ -7,7 +7,7 @@ range only, in flat memory that is kept between steps, and nobody else ever sees
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from zerolap.engine import Arrival, Engine, Installed, Recorded, Reduction
 from zerolap.machine import Phase
 from zerolap.parts import Parts
 from zerolap.pending import Pending
-from zerolap.plan import EqualRanges, Layout, Piece, Plan, Policy, Slot, make_plan
+from zerolap.plan import EqualRanges, Layout, Piece, Plan, Policy, Slot
 from zerolap.shards import BucketShard, FlatParams, GradSlot, ShardBook, stand_in_for
 from zerolap.workload import Param, Workload
 
@@ -43,10 +43,9 @@ class Precision:
         """Whether parameters of this dtype are rounded from a master."""
         return self.master_weights and (dtype.itemsize < 4 or self.gather_dtype not in (None, dtype))
 
-    @staticmethod
-    def master_of(param: Tensor) -> Tensor:
-        """A copy in single precision, or the parameter's own if that is no less."""
-        return param.to(torch.float32 if param.itemsize < 4 else param.dtype, copy=True)
+    def stepped_as(self, dtype: torch.dtype) -> torch.dtype:
+        """In what the shards of such parameters are updated: with masters in single precision, or more if they have it."""
+        return torch.float32 if self.has_masters(dtype) and dtype.itemsize < 4 else dtype
 
 
 class _Scatter:
@@ -115,14 +114,21 @@ class NativeEngine(Engine):
     """Reduces by reduce-scatter and gathers by all-gather, on groups of its own."""
 
     def __init__(
-        self, book: ShardBook, *, reduce_group: dist.ProcessGroup, cut: int | None, precision: Precision, **options: Any
+        self,
+        book: ShardBook,
+        *,
+        reduce_group: dist.ProcessGroup,
+        cuts: Mapping[torch.dtype, int | None],
+        precision: Precision,
+        **options: Any,
     ) -> None:
+        """``cuts`` says where parameters of a dtype may be cut; of others, and where it is None, shards are whole parameters."""
         super().__init__(book, **options)
         self._precision = precision
         # Reductions are started by backward's thread, gathers by the lane: a group each, so that one thread uses one group.
         self._reduce_group = reduce_group
         self._reduce_side = self._adapter.side(self._device)
-        self._cut = cut
+        self._cuts = cuts
         self._bounds: dict[tuple[int, ...], list[int]] = {}  # by what a bucket holds
         self._memory: dict[tuple[int, ...], Tensor] = {}
         self._scatters: dict[int, _Scatter] = {}  # by bucket; by backward's thread
@@ -159,7 +165,8 @@ class NativeEngine(Engine):
         self._bounds = {key: value for key, value in self._bounds.items() if key in known}
         self._memory = {key: value for key, value in self._memory.items() if key in known}
         self._scatters = {}
-        return make_plan(layout, world_size=self._book.world_size, policy=Policy.BY_ELEMENT, cut=self._cut)
+        ranges = tuple(self._make_ranges(recorded) for recorded in self._layout)
+        return Plan(policy=Policy.BY_ELEMENT, world_size=self._book.world_size, buckets=ranges)
 
     def _forget_buffers(self) -> None:
         self._scatters = {}
@@ -178,8 +185,7 @@ class NativeEngine(Engine):
         key, rank = recorded.indices, self._book.rank
         if key not in self._bounds:
             # Equal ranges depend on nothing but the bucket, so even a layout that is new is reduced as it comes.
-            (planned,) = self._make_ranges(recorded)
-            self._bounds[key] = bounds = planned.bounds()
+            self._bounds[key] = bounds = self._make_ranges(recorded).bounds()
             mine = recorded.buffer[bounds[rank] : bounds[rank + 1]]
             self._memory[key] = torch.empty_like(mine, dtype=self._precision.reduce_dtype or mine.dtype)
         adapter, group = self._adapter, self._reduce_group
@@ -189,9 +195,11 @@ class NativeEngine(Engine):
 
         return _Scatter(recorded, self._bounds[key], self._memory[key], self._scale, start)
 
-    def _make_ranges(self, recorded: Recorded) -> list[EqualRanges]:
-        plan = make_plan((recorded.slots,), world_size=self._book.world_size, policy=Policy.BY_ELEMENT, cut=self._cut)
-        return [planned for planned in plan.buckets if isinstance(planned, EqualRanges)]
+    def _make_ranges(self, recorded: Recorded) -> EqualRanges:
+        return EqualRanges.of(recorded.slots, world_size=self._book.world_size, cut=self._cut_of(recorded))
+
+    def _cut_of(self, recorded: Recorded) -> int | None:
+        return self._cuts.get(recorded.params[0].dtype) if recorded.params else 1
 
     def _gradients(self, arrival: Arrival) -> Tensor:
         return arrival.recorded.buffer  # this rank's own, unreduced: only the owner of an element has its mean
@@ -206,11 +214,13 @@ class NativeEngine(Engine):
         for piece in owned:
             place = place_of[piece.param]
             param, size = recorded.params[place], piece.stop - piece.start
-            if self._cut is None:  # a whole parameter, which the optimizer may need in its shape
+            if self._cut_of(recorded) is None:  # a whole parameter, which the optimizer may need in its shape
                 params[piece] = param.detach()
             else:
                 params[piece] = flat.piece(place, piece.start, piece.stop)
-            memory = self._precision.master_of(params[piece]) if has_masters else params[piece]
+            memory = params[piece]
+            if has_masters:
+                memory = memory.to(self._precision.stepped_as(memory.dtype), copy=True)
             stand_ins[piece] = stand_in_for(param, memory=memory)
             offset = recorded.offsets[place] + piece.start - begin if size else 0
             slots.append(GradSlot(place, tuple(memory.shape), memory.stride(), offset))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from types import MappingProxyType
@@ -16,11 +14,13 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import LBFGS, Optimizer, SparseAdam
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from zerolap.description import describe, digest_of, first_difference
 from zerolap.errors import CollectiveError, ZerolapError
 from zerolap.exchange import all_gather_json, move_states, refuse_together
 from zerolap.groups import ExposedGroup, Options, ParamGroup, options_of, params_of
 from zerolap.logs import logger_of
 from zerolap.machine import Gather, Schedule
+from zerolap.optimizer_facts import refuse_inseparable
 from zerolap.plan import GlobalRank, GroupRank, Piece
 from zerolap.preflight import called_together, meeting_group
 from zerolap.shards import FlatParams, ShardBook
@@ -100,7 +100,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             groups = _as_groups(params)
             _check_optimizer_class(optimizer_class)
             _check_params(_tensors_of(groups), overlap=overlap_with_ddp)
-            Optimizer.__init__(self, groups, defaults)
+            # Without the defaults: the class fills them in, and may do so in another way for each group.
+            Optimizer.__init__(self, groups, {})
             Joinable.__init__(self)
             self._book = ShardBook(
                 groups=lambda: self.param_groups,
@@ -111,6 +112,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self._book.own_greedily(is_provisional=overlap_with_ddp)
             self._expose_options()
             self.defaults = dict(self._book.locals[0].optimizer.defaults)  # some LR schedulers look there
+            self._refuse_inseparable()
 
         refuse_together(construct, group=group, what="constructing ZeroRedundancyOptimizer")
         self._compare_with_other_ranks()
@@ -165,8 +167,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         def add() -> None:
             (group,) = _as_groups([param_group])
             _check_params([*self._book.params, *_tensors_of([group])], overlap=self._overlap_with_ddp)
-            Optimizer.add_param_group(self, group)
-            self._book.make_local({})  # the class's own opinion of the options
+            self.defaults, defaults = {}, self.defaults  # as in the constructor
+            try:
+                Optimizer.add_param_group(self, group)
+            finally:
+                self.defaults = defaults
+            made = self._book.make_local({})  # by the class, which fills in the options, and may refuse some
+            self.param_groups[-1].update(made.options()[-1])
+            self._refuse_inseparable()
 
         try:
             refuse_together(add, group=self.process_group, what="add_param_group()")
@@ -445,6 +453,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         for exposed, options in zip(self.param_groups, self._book.locals[0].options(), strict=True):
             exposed.update(options)
 
+    def _refuse_inseparable(self) -> None:
+        if self._overlap_with_ddp or self.world_size > 1:  # or else one optimizer has all parameters
+            refuse_inseparable(self._book.factory, self.param_groups)
+
     def _build_flats(self) -> None:
         """Keep what each rank owns in one buffer per device and dtype."""
         if not self.parameters_as_bucket_view or self._overlap_with_ddp:
@@ -482,20 +494,17 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             ) from error
 
     def _compare_with_other_ranks(self) -> None:
-        described = [
-            [[list(param.shape), str(param.dtype), param.requires_grad] for param in params_of(group)]
-            for group in self.param_groups
-        ]
-        digest = hashlib.sha256(json.dumps(described).encode()).hexdigest()
-        what = "comparing the optimizer's parameters between ranks"
-        if len(set(all_gather_json(digest, group=self.process_group, what=what))) == 1:
+        """ValueError on all ranks if class, options or parameters are not the same everywhere."""
+        mine = describe(self._optimizer_class, self.param_groups)
+        what = "comparing the optimizer's class, options and parameters between ranks"
+        if len(set(all_gather_json(digest_of(mine), group=self.process_group, what=what))) == 1:
             return
-        theirs = all_gather_json(described, group=self.process_group, what=what)
+        theirs = all_gather_json(mine, group=self.process_group, what=what)
         for rank, other in enumerate(theirs):
-            difference = _first_difference(theirs[0], other)
+            difference = first_difference(theirs[0], other)
             if difference:
-                raise ValueError(f"the optimizer's parameters differ between group ranks 0 and {rank}: {difference}")
-        raise ZerolapError("the ranks' parameters have different digests but equal descriptions")
+                raise ValueError(f"the optimizers of group ranks 0 and {rank} differ: {difference}")
+        raise ZerolapError("the ranks' optimizers have different digests but equal descriptions")
 
 
 def _as_groups(params: Any) -> list[ParamGroup]:
@@ -572,6 +581,11 @@ def _check_params(params: list[Tensor], *, overlap: bool) -> None:
             raise ValueError(
                 "a parameter of a lazy module has no shape yet; run a forward before the optimizer is made"
             )
+        if overlap and param.is_complex():
+            raise ValueError(
+                "complex parameters cannot be updated inside backward: DDP's buckets hold their real and imaginary parts as numbers of "
+                "their own; use overlap_with_ddp=False, or keep the parameter real and use torch.view_as_complex() in forward"
+            )
         if param.layout is not torch.strided:
             raise ValueError(f"only dense parameters can be sharded, got one of layout {param.layout}")
         if not param.is_leaf:
@@ -593,20 +607,3 @@ def _check_params(params: list[Tensor], *, overlap: bool) -> None:
     for (storage, start, size), (other, next_start, _) in pairwise(memory):
         if storage == other and next_start < start + size:
             raise ValueError("two parameters share memory; tie weights by using one parameter twice instead")
-
-
-def _first_difference(ours: list[Any], theirs: list[Any]) -> str | None:
-    if len(ours) != len(theirs):
-        return f"{len(ours)} and {len(theirs)} param groups"
-    for place, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-        if len(a) != len(b):
-            return f"group {place} has {len(a)} and {len(b)} parameters"
-        for index, (mine, other) in enumerate(zip(a, b, strict=True)):
-            if mine != other:
-                return f"parameter {index} of group {place} is {_describe(mine)} and {_describe(other)}"
-    return None
-
-
-def _describe(entry: list[Any]) -> str:
-    shape, dtype, requires_grad = entry
-    return f"{tuple(shape)} {dtype}{'' if requires_grad else ' frozen'}"

@@ -89,6 +89,10 @@ class EqualRanges:
     _world_size: int
     _cut: int | None  # None: only between parameters
 
+    @classmethod
+    def of(cls, bucket: Sequence[Slot], *, world_size: int, cut: int | None) -> EqualRanges:
+        return cls(bucket, _starts(bucket), world_size, cut)
+
     def segments(self) -> tuple[Segment, ...]:
         ranks = (GroupRank(rank) for rank in range(self._world_size))
         return tuple(Segment(rank, pieces) for rank in ranks if (pieces := self.owned_by(rank)))
@@ -153,7 +157,7 @@ def make_plan(layout: Layout, *, world_size: int, policy: Policy, cut: int | Non
         case Policy.BY_PARAMETER:
             buckets = tuple(WholeParams(segments) for segments in _by_parameter(layout, world_size))
         case Policy.BY_ELEMENT:
-            buckets = tuple(EqualRanges(bucket, _starts(bucket), world_size, cut) for bucket in layout)
+            buckets = tuple(EqualRanges.of(bucket, world_size=world_size, cut=cut) for bucket in layout)
     return Plan(policy=policy, world_size=world_size, buckets=buckets)
 
 

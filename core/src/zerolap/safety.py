@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerolap.audit import checksums, describe_drift
+from zerolap.description import describe_options, digest_of, first_option
 from zerolap.errors import ZerolapError
 from zerolap.exchange import all_gather_json
 from zerolap.logs import logger_of
@@ -129,7 +130,8 @@ class WatchedEngine(NativeEngine):
         inside = self._bucket_of
         rest = [(name, param) for name, param in self._named_params if param not in inside]
         flats = [installed.flat.buffer for installed in self._installed]
-        sums = checksums([*flats, *(param for _, param in rest)], device=self._device)
+        options = torch.tensor(int(digest_of(describe_options(self._book.groups))[:15], 16), device=self._device)
+        sums = torch.cat([checksums([*flats, *(param for _, param in rest)], device=self._device), options.reshape(1)])
         halves = sums.view(torch.int32)  # some backends reduce nothing wider
         # The largest of all ranks, and the complement of the smallest.
         ends = self._reduce(torch.stack([halves, ~halves]), dist.ReduceOp.MAX, "audit of parameters")
@@ -137,6 +139,8 @@ class WatchedEngine(NativeEngine):
         if not is_different.any():
             return
         first = int(is_different.nonzero()[0]) // 2
+        if first == len(sums) - 1:
+            raise ZerolapError(self._describe_other_options())
         if first < len(flats):
             where = f"bucket {first}, "
             suspects = [(name, param) for name, param in self._named_params if inside.get(param) == first]
@@ -147,4 +151,17 @@ class WatchedEngine(NativeEngine):
         raise ZerolapError(
             f"{self._me}: the audit after update {self.num_updates} found that parameters differ between ranks: {where}"
             f"{describe_drift([name for name, _ in suspects], said)}"
+        )
+
+    def _describe_other_options(self) -> str:
+        said = all_gather_json(
+            describe_options(self._book.groups), group=self._group, what=f"{self._me}: naming options that differ"
+        )
+        ranks = [
+            (rank, difference) for rank, theirs in enumerate(said) if (difference := first_option(said[0], theirs))
+        ]
+        rank, difference = ranks[0] if ranks else (0, "options differed a moment ago, and no longer do")
+        return (
+            f"{self._me}: the audit after update {self.num_updates} found that the optimizer's options differ between group ranks 0 and "
+            f"{rank}: {difference}; schedulers and whatever else sets them must do the same on all ranks"
         )

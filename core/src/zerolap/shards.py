@@ -334,7 +334,7 @@ class ShardBook:
         world_size: int,
     ) -> None:
         self._groups = groups
-        self._factory = factory
+        self.factory = factory
         self.rank = rank
         self.world_size = world_size
         self.owners: dict[int, GroupRank] = {}  # of parameters that are in no bucket
@@ -370,7 +370,7 @@ class ShardBook:
         ends = list(accumulate(len(params_of(group)) for group in self.groups))
         for piece in sorted(tensors):
             groups[bisect_right(ends, piece.param)]["params"][piece] = tensors[piece]
-        return LocalOptimizer(self._factory, groups, params, is_provisional)
+        return LocalOptimizer(self.factory, groups, params, is_provisional)
 
     def own_greedily(self, *, is_provisional: bool) -> None:
         """Before there is a plan, or without overlap: one optimizer over this rank's greedy share of the parameters."""

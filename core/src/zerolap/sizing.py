@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zerolap.attach import _is_elementwise
 from zerolap.calibration import Measured
 from zerolap.native import Precision
+from zerolap.optimizer_facts import is_elementwise
 from zerolap.plan import Layout, Slot
 from zerolap.workload import FIRST_BUCKET_BYTES, MB, Param, Workload, bucketize
 
@@ -60,15 +60,15 @@ def workload_of(
     Unless it was measured, a layer's share of the time is its share of the work, and parameters are used in their order.
     """
     precision = precision or Precision()
-    is_elementwise = _is_elementwise(optimizer_class)
+    may_be_cut = is_elementwise(optimizer_class)
     sizes: dict[tuple[int, torch.dtype], _StateSize] = {}
     done = list(accumulate((param.work for param in params), initial=0.0))
     total = done[-1] or 1.0
     described = []
     for index, (shape, dtype, _) in enumerate(params):
         numel = prod(shape)
-        master = Precision.master_of(torch.empty(0, dtype=dtype)).dtype if precision.has_masters(dtype) else None
-        kind = (1 if is_elementwise else len(shape), master or dtype)
+        master = precision.stepped_as(dtype) if precision.has_masters(dtype) else None
+        kind = (1 if may_be_cut else len(shape), master or dtype)
         if kind not in sizes:
             sizes[kind] = _state_size(optimizer_class, optimizer_options or {}, *kind)
         sized = sizes[kind]
@@ -79,8 +79,8 @@ def workload_of(
                 itemsize=dtype.itemsize,
                 used_at=measured.used_at[index] if measured else done[index] / total,
                 ready_at=measured.ready_at[index] if measured else 1 - done[index] / total,
-                state_bytes_per_element=sized.bytes_of((1,)) - sized.bytes_of((0,)) if is_elementwise else 0.0,
-                state_bytes_per_piece=sized.bytes_of((0,) if is_elementwise else shape),
+                state_bytes_per_element=sized.bytes_of((1,)) - sized.bytes_of((0,)) if may_be_cut else 0.0,
+                state_bytes_per_piece=sized.bytes_of((0,) if may_be_cut else shape),
                 master_itemsize=master.itemsize if master else 0,
             )
         )
@@ -99,7 +99,7 @@ def workload_of(
         layout=layout,
         reduce_itemsize=precision.reduce_dtype.itemsize if precision.reduce_dtype else None,
         gather_itemsize=precision.gather_dtype.itemsize if precision.gather_dtype else None,
-        cut=exact_cut if is_elementwise else None,
+        cut=exact_cut if may_be_cut else None,
     )
 
 
