@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 
@@ -313,7 +314,7 @@ def _immovable() -> dict[str, list[str]]:
             zero = zerolap.ZeroRedundancyOptimizer(
                 ddp.parameters(), Immovable, overlap_with_ddp=True, lr=0.1, kind=kind
             )
-            args = (ddp, zero) if attach is zerolap.attach else (None, ddp, zero)
+            args = (ddp, zero) if attach is zerolap.attach else (allreduce_hook, ddp, zero)
             said.setdefault(kind, []).append(_refused(lambda attach=attach, args=args: attach(*args)))
         plain = Mlp()
         zero = zerolap.ZeroRedundancyOptimizer(plain.parameters(), Immovable, lr=0.1, kind=kind)
@@ -440,7 +441,7 @@ def _differ_at_attach(make_hook: bool) -> None:
     ddp = DDP(Mlp())
     zero = zerolap.ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=0.01, overlap_with_ddp=True)
     zero.param_groups[0]["weight_decay"] = 0.1 * dist.get_rank()
-    HOOK_MAKERS[0](None, ddp, zero) if make_hook else zerolap.attach(ddp, zero)
+    HOOK_MAKERS[0](allreduce_hook, ddp, zero) if make_hook else zerolap.attach(ddp, zero)
 
 
 @pytest.mark.parametrize("make_hook", [False, True])

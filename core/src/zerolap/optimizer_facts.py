@@ -331,7 +331,8 @@ def _is_exact(
     except Exception as error:
         logger.warning("pieces of a parameter cannot be stepped: %s: %s", type(error).__name__, error)
         return False
-    return torch.equal(one.detach().reshape(-1), torch.cat([piece.detach() for piece in pieces]))
+    joined = torch.cat([piece.detach() for piece in pieces])
+    return torch.allclose(one.detach().reshape(-1), joined, rtol=0, atol=0, equal_nan=True)
 
 
 # --- is the fused implementation the same? ------------------------------------------------------------------------------
