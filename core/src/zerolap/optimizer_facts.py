@@ -81,9 +81,11 @@ class _Sample:
 
     @classmethod
     def of(cls, param: Tensor, shape: Sequence[int], *, dtype: torch.dtype, group: int, index: int) -> _Sample:
-        generator = torch.Generator().manual_seed(17 + index)
-        start, target, noise = (torch.randn(*shape, generator=generator) for _ in range(3))
-        start *= 0.1 * (torch.rand(*shape, generator=generator) < 0.5)
+        generator = torch.Generator("cpu").manual_seed(17 + index)
+        start, target, noise, chance = (
+            torch.randn(tuple(shape), generator=generator, dtype=torch.float32, device="cpu") for _ in range(4)
+        )
+        start *= 0.1 * (chance < 0)
         start, target, noise = (each.to(param.device, dtype) for each in (start, target * (1 + index), noise * 0.1))
         piece = Piece(index, 0, start.numel())
         return cls(group=group, piece=piece, param=param, start=start, target=target, noise=noise)
