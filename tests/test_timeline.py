@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import shlex
 import subprocess
 import sys
 import venv
@@ -371,7 +372,7 @@ def test_in_a_terminal_the_command_opens_the_timeline_unless_it_goes_elsewhere(t
     for trace in run_of(2, 4, 1):
         write(trace, tmp_path / "run")
     browser, asked = tmp_path / "browser", tmp_path / "asked"
-    browser.write_text(f'#!/bin/sh\necho "$1" >> {asked}\n')
+    browser.write_text(f'#!/bin/sh\necho "$1" >> {shlex.quote(str(asked))}\n')
     browser.chmod(0o755)
     code = f"import sys; sys.path.insert(0, {str(ROOT / 'core/src')!r}); import zerolap_cli; zerolap_cli.main()"
 
@@ -382,7 +383,7 @@ def test_in_a_terminal_the_command_opens_the_timeline_unless_it_goes_elsewhere(t
         try:
             done = subprocess.run(
                 [sys.executable, "-c", code, "trace", str(tmp_path / "run"), *arguments],
-                env={**os.environ, "BROWSER": f"{browser} %s"},
+                env={**os.environ, "BROWSER": f"{shlex.quote(str(browser))} %s"},
                 stdout=theirs if is_terminal else subprocess.DEVNULL,
                 timeout=120,
             )

@@ -28,6 +28,7 @@ from zerolap.optimizer_facts import refuse_immovable
 from zerolap.plan import Policy
 from zerolap.preflight import called_together, check_kinds, meeting_group, unwrapped
 from zerolap.registry import resolve_adapter
+from zerolap.rereads import Rereads
 
 T = TypeVar("T")
 
@@ -204,8 +205,8 @@ def meet(
 
 
 def guarded(ddp: DistributedDataParallel, on_bucket: Hook, *, adapter: Adapter, engine: Engine) -> Hook:
-    """A hook for ``register_comm_hook`` that refuses a DDP whose graph settings have changed, or joins what cannot be."""
-    agreement, ddp_ref = agreement_of(ddp), weakref.ref(ddp)
+    """A hook for ``register_comm_hook`` that refuses what shows only in training: changed graph settings, joins, late reads."""
+    agreement, ddp_ref, rereads = agreement_of(ddp), weakref.ref(ddp), Rereads(ddp.module, engine)
 
     def hook_with_zero_step(state: Any, bucket: GradBucket) -> Future[Tensor]:
         caller = ddp_ref()
@@ -227,7 +228,10 @@ def guarded(ddp: DistributedDataParallel, on_bucket: Hook, *, adapter: Adapter, 
                 "updates interleaved with backward cannot work under Join on this device: ranks that have joined start "
                 'collectives in another order than the others; use schedule="after_backward" or hook_with_zero_step'
             )
-        return on_bucket(state, bucket)
+        future = on_bucket(state, bucket)
+        if rereads.is_watching or bucket.index() == 0:
+            rereads.bucket_ready(bucket)
+        return future
 
     return hook_with_zero_step
 
