@@ -474,7 +474,7 @@ def _path_outside(path: Path) -> None:
 BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "truncated": (_truncate, "is damaged"),
     "a bit flipped": (_flip_a_bit, "is damaged"),
-    "truncated, and sealed again": (_truncate_and_seal, "cannot be read"),
+    "truncated, and sealed again": (_truncate_and_seal, "is shorter than what should be in it"),
     "a file is missing": (_lose_a_file, "is damaged"),
     "no manifest": (_empty_manifest, "is damaged"),
     "another format": (_other_format, "has format 99"),

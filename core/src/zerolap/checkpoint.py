@@ -11,7 +11,7 @@ import hashlib
 import io
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -31,7 +31,17 @@ from zerolap.optimizer import ZeroRedundancyOptimizer
 from zerolap.plan import greedy_owners
 from zerolap.reading import CheckpointError, CheckpointReader, unpacked
 from zerolap.saving import Saving, Target, limit_of, partial_name, timeout_of, write_state
-from zerolap.sharded import Described, Fit, FlatShards, compare, entries_in, fit_of, from_sharded, room_for
+from zerolap.sharded import (
+    Described,
+    Fit,
+    FlatShards,
+    compare,
+    described_then,
+    entries_in,
+    fit_of,
+    from_sharded,
+    room_for,
+)
 from zerolap.states import copied
 
 __all__ = ["CheckpointError", "Loaded", "Saving", "async_save", "latest", "load", "save", "steps"]
@@ -362,10 +372,6 @@ def _fit(
         params=params,
         factory=optimizer._book.factory,
     )
-
-
-def described_then(saved: Iterable[Sequence[Any]]) -> dict[str, Described]:
-    return {name: Described(name, tuple(shape), tuple(strides)) for name, shape, strides in saved}
 
 
 def _differences(room: Mapping[str, Any], reader: CheckpointReader) -> list[str]:

@@ -4,61 +4,111 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zerolap.checkpoint import STATES, described_then, pack
+from zerolap.checkpoint import STATES, pack
 from zerolap.checkpoint_folder import path_of
+from zerolap.errors import ZerolapError
 from zerolap.plan import Piece
 from zerolap.reading import CheckpointError, CheckpointReader, unpacked
 from zerolap.saving import Target, write_state
-from zerolap.sharded import Described, from_sharded, room_for, to_sharded
+from zerolap.sharded import Described, described_then, from_sharded, room_for, to_sharded
 from zerolap.states import State, flat_state, shaped_state
+from zerolap.tensor_file import load_plain
+from zerolap_timeline.untrusted import open_regular, printable
+
+
+@contextmanager
+def _reading(path: str | os.PathLike[str]) -> Iterator[None]:
+    """What a file is not as it should be ends as one error that names it, whatever the code stumbled over."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (ZerolapError, ArithmeticError, LookupError, MemoryError, RuntimeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _small(reader: CheckpointReader) -> tuple[dict[str, Described], list[dict[str, Any]]]:
+    """The parameters of a checkpoint, and its param groups."""
+    small = reader.read({"optimizer": {"params": None, "param_groups": None}})["optimizer"]
+    then, groups = described_then(small["params"]), small["param_groups"]
+    if type(groups) not in (list, tuple) or not all(isinstance(group, dict) for group in groups):
+        raise ValueError("its param groups are no list of dicts")
+    for group in groups:
+        names = group.get("params")
+        if type(names) not in (list, tuple) or not all(type(name) is str and name in then for name in names):
+            raise ValueError("a param group has other parameters than the checkpoint")
+    return then, list(groups)
 
 
 def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
     """What is in a checkpoint, as plain data; CheckpointError if it is damaged."""
     reader = CheckpointReader(Path(path))
-    small = reader.read({"optimizer": {"params": None, "param_groups": None}})["optimizer"]
-    entries = sorted({key for name in reader.metadata.planner_data.values() if name[:2] == STATES for key in name[3:]})
+    with _reading(path):
+        return _described(reader)
+
+
+def _described(reader: CheckpointReader) -> dict[str, Any]:
+    then, groups = _small(reader)
+    entries = sorted(
+        {str(key) for name in reader.metadata.planner_data.values() if name[:2] == STATES for key in name[3:]}
+    )
     return {
         "step": reader.step,
         "ranks": reader.ranks,
         "bytes": sum(size for size, _ in reader.files.values()),
         "files": len(reader.files),
-        "parameters": [{"name": name, "shape": list(shape)} for name, shape, _ in small["params"]],
+        "parameters": [{"name": name, "shape": list(param.shape)} for name, param in then.items()],
         "param_groups": [
             {
-                key: value if isinstance(value, bool | int | float | str | None) else repr(value)
+                str(key): value if isinstance(value, bool | int | float | str | None) else printable(repr(value), 200)
                 for key, value in group.items()
             }
             | {"params": len(group["params"])}
-            for group in small["param_groups"]
+            for group in groups
         ],
         "state_entries": entries,
-        "buffers": sorted(reader.names(("model",)).keys() - {name for name, *_ in small["params"]}),
+        "buffers": sorted(reader.names(("model",)).keys() - then.keys()),
     }
 
 
 def to_file(path: str | os.PathLike[str], file: str | os.PathLike[str]) -> None:
     """Write a sharded checkpoint as one file: ``model``, ``optimizer`` as the plain class has it, ``step`` and ``extra``."""
     reader = CheckpointReader(Path(path))
-    small = reader.read({"optimizer": {"params": None, "param_groups": None}, "extra": reader.room(("extra",))})
-    then = described_then(small["optimizer"]["params"])
+    with _reading(path):
+        consolidated = _consolidated(reader)
+    unfinished = Path(file).with_name(f".{Path(file).name}.{os.getpid()}")
+    try:
+        torch.save(consolidated, unfinished)
+        unfinished.replace(file)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _consolidated(reader: CheckpointReader) -> dict[str, Any]:
+    then, groups = _small(reader)
     params = list(then.values())
     pieces = [Piece(index, 0, param.numel) for index, param in enumerate(params)]
     model = {
         name: reader.room(("model", name)) if hasattr(kept, "size") else None
         for name, kept in reader.names(("model",)).items()
     }
-    room = {"model": model, "optimizer": {"state": room_for(reader.metadata, STATES, pieces, params, then)}}
+    room = {
+        "model": model,
+        "optimizer": {"state": room_for(reader.metadata, STATES, pieces, params, then)},
+        "extra": reader.room(("extra",)),
+    }
     whole = reader.read(room)
     index_of = {param.name: index for index, param in enumerate(params)}
     states = from_sharded(whole["optimizer"]["state"], params, then)
-    consolidated = {
+    return {
         "model": whole["model"],
         "optimizer": {
             "state": {
@@ -66,15 +116,12 @@ def to_file(path: str | os.PathLike[str], file: str | os.PathLike[str]) -> None:
             },
             "param_groups": [
                 {**group, "params": [index_of[name] for name in group["params"]], "param_names": list(group["params"])}
-                for group in small["optimizer"]["param_groups"]
+                for group in groups
             ],
         },
         "step": reader.step,
-        "extra": unpacked(small["extra"]),
+        "extra": unpacked(whole["extra"]),
     }
-    temporary = Path(f"{file}.partial")
-    torch.save(consolidated, temporary)
-    temporary.replace(file)
 
 
 def _like(param: Described) -> Tensor:
@@ -84,12 +131,29 @@ def _like(param: Described) -> Tensor:
 def from_file(file: str | os.PathLike[str], folder: str | os.PathLike[str], *, step: int | None = None) -> Path:
     """Make a sharded checkpoint of a file that has a ``model`` and an ``optimizer`` state dict: ours, or anybody's."""
     try:
-        whole = torch.load(file, map_location="cpu", weights_only=True)
+        with open_regular(file, follows_links=True) as stream:  # it is the user who names it, not what is read
+            whole = load_plain(stream, os.fstat(stream.fileno()).st_size)
     except Exception as error:
         raise CheckpointError(f"{file} cannot be loaded safely: {type(error).__name__}: {error}") from error
     if not isinstance(whole, dict) or not {"model", "optimizer"} <= whole.keys():
         raise CheckpointError(f"{file} has no 'model' and 'optimizer' state dicts")
+    with _reading(file):
+        state = _split(whole)
+        step = step if step is not None else whole.get("step", 0)
+        if type(step) is not int or not 0 <= step < 10**18:
+            raise ValueError("its step is no number of steps")
+    if path_of(folder, step).exists():
+        raise CheckpointError(f"{path_of(folder, step)} is there already")
+    with warnings.catch_warnings():  # that this is one process, which is what we want
+        warnings.simplefilter("ignore")
+        return write_state(Target(folder=Path(folder), step=step), state, None)
+
+
+def _split(whole: dict[str, Any]) -> dict[str, Any]:
+    """What is in a single file, as a sharded checkpoint has it."""
     model, optimizer = whole["model"], whole["optimizer"]
+    _check_model(model)
+    _check_optimizer(optimizer)
     names = _names(model, optimizer)
     params = [Described.of(name, model[name]) for name in names]
     states: dict[Piece, State] = {
@@ -102,13 +166,39 @@ def from_file(file: str | os.PathLike[str], folder: str | os.PathLike[str], *, s
         for group in optimizer["param_groups"]
     )
     sharded = {"state": to_sharded(states, params), "param_groups": groups, "params": tuple(map(tuple, params))}
-    step = step if step is not None else int(whole.get("step", 0))
-    if path_of(folder, step).exists():
-        raise CheckpointError(f"{path_of(folder, step)} is there already")
-    state = {"model": model, "optimizer": sharded, "extra": pack(whole.get("extra"))}
-    with warnings.catch_warnings():  # that this is one process, which is what we want
-        warnings.simplefilter("ignore")
-        return write_state(Target(folder=Path(folder), step=step), state, None)
+    return {"model": model, "optimizer": sharded, "extra": pack(whole.get("extra"))}
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, dict) or not all(type(name) is str for name in model):
+        raise ValueError("its model is no dict of tensors by name")
+    for name, value in model.items():
+        # One that repeats its elements would become as large as it pretends to be.
+        if isinstance(value, Tensor) and value.nbytes > value.untyped_storage().nbytes():
+            raise ValueError(f"{printable(name, 200)} is larger than its memory; save it by .contiguous()")
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    if not isinstance(optimizer, dict) or not {"state", "param_groups"} <= optimizer.keys():
+        raise ValueError("its optimizer has no 'state' and 'param_groups'")
+    groups, state = optimizer["param_groups"], optimizer["state"]
+    if type(groups) is not list or not all(
+        isinstance(group, dict) and type(group.get("params")) is list for group in groups
+    ):
+        raise ValueError("its param groups are no list of dicts")
+    indices = [index for group in groups for index in group["params"]]
+    if not all(type(index) is int for index in indices) or sorted(indices) != list(range(len(indices))):
+        raise ValueError("its param groups do not number the parameters from 0 on, each once")
+    if not isinstance(state, dict) or not all(type(i) is int and 0 <= i < len(indices) for i in state):
+        raise ValueError("it has a state of a parameter that it has not")
+    for index, entries in state.items():
+        if not isinstance(entries, dict) or not all(type(key) is str for key in entries):
+            raise ValueError(f"the state of its parameter {index} is no dict")
+        for key, value in entries.items():
+            if isinstance(value, Tensor) and value.nbytes > value.untyped_storage().nbytes():
+                raise ValueError(
+                    f"{printable(key, 200)} of parameter {index} is larger than its memory; save it by .contiguous()"
+                )
 
 
 def _names(model: dict[str, Tensor], optimizer: dict[str, Any]) -> list[str]:
@@ -116,16 +206,20 @@ def _names(model: dict[str, Tensor], optimizer: dict[str, Any]) -> list[str]:
     groups = optimizer["param_groups"]
     count = sum(len(group["params"]) for group in groups)
     if all("param_names" in group for group in groups):
+        if not all(
+            type(group["param_names"]) is list and all(type(n) is str for n in group["param_names"]) for group in groups
+        ):
+            raise ValueError("its param_names are no names")
         of_index = {i: n for group in groups for i, n in zip(group["params"], group["param_names"], strict=True)}
         names = [of_index[index] for index in range(count)]
     else:
-        names = [name for name, value in model.items() if value.is_floating_point()]
+        names = [name for name, value in model.items() if isinstance(value, Tensor) and value.is_floating_point()]
         if len(names) != count:
             raise CheckpointError(
                 f"the optimizer has {count} parameters and the model {len(names)} tensors that may be parameters, and the file does "
                 "not say which is which: save it with an optimizer made from named_parameters()"
             )
-    missing = [name for name in names if name not in model]
+    missing = [name for name in names if not isinstance(model.get(name), Tensor)]
     if missing:
-        raise CheckpointError(f"the optimizer's parameters {missing} are not in the model")
+        raise CheckpointError(f"the optimizer's parameters {printable(missing, 500)} are not in the model")
     return names

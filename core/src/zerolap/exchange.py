@@ -1,4 +1,4 @@
-"""Plain data and optimizer states between ranks. Nothing a peer sends is ever executed: JSON, or tensors by weights_only."""
+"""Plain data and optimizer states between ranks. Nothing a peer sends is ever executed: JSON, or plain data and tensors."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from zerolap.errors import CollectiveError, ZerolapError
 from zerolap.plan import GroupRank, Piece
 from zerolap.states import State, cut_state
+from zerolap.tensor_file import load_plain
 
 # Collectives here are methods of the group, not functions of torch.distributed: those know registered groups only, and
 # hide what went wrong on another behind an error of their own.
@@ -137,9 +138,9 @@ def _exchange(
     received = torch.empty(heads[source], dtype=torch.uint8, device=device)
     _send_in_chunks([message], to, [received], source, group=group, longest=max(heads), device=device)
     arrived, streamed = _unpack(received) if received.numel() else ({}, [])
-    landing = [torch.empty(numel, dtype=dtype, device=into) for _, _, dtype, numel in streamed]
-    if sum(body.nbytes for body in landing) != streams[source]:
+    if sum(numel * dtype.itemsize for _, _, dtype, numel in streamed) != streams[source]:
         raise ZerolapError(f"group rank {source} announced other states than it sends")
+    landing = [torch.empty(numel, dtype=dtype, device=into) for _, _, dtype, numel in streamed]
     _send_in_chunks(bodies, to, landing, source, group=group, longest=max(streams), device=device)
     for (part, name, _, _), body in zip(streamed, landing, strict=True):
         arrived[part][name] = body
@@ -238,10 +239,32 @@ def _unpack(message: Tensor) -> tuple[dict[Part, State], list[_Streamed]]:
     buffer = bytearray(message.numel())
     torch.frombuffer(buffer, dtype=torch.uint8).copy_(message)
     try:
-        rest, streamed = torch.load(io.BytesIO(buffer), map_location="cpu", weights_only=True)
+        rest, streamed = load_plain(io.BytesIO(buffer), len(buffer))
+        return _checked_rest(rest), [_checked_streamed(rest, *each) for each in streamed]
     except Exception as error:
         raise ZerolapError(
             "an optimizer state holds something other than tensors, numbers, strings and containers of them, "
             f"and is not loaded from another rank: {error}"
         ) from error
-    return rest, [_Streamed(tuple(part), name, dtype, numel) for part, name, dtype, numel in streamed]
+
+
+def _checked_rest(rest: Any) -> dict[Part, State]:
+    if type(rest) is not dict or not all(_is_part(part) and type(state) is dict for part, state in rest.items()):
+        raise TypeError("states do not come by parts of parameters")
+    return rest
+
+
+def _checked_streamed(rest: dict[Part, State], part: Any, name: Any, dtype: Any, numel: Any) -> _Streamed:
+    if (
+        part not in rest
+        or name not in rest[part]
+        or not isinstance(dtype, torch.dtype)
+        or type(numel) is not int
+        or numel < 0
+    ):
+        raise TypeError("an entry is announced that no state has")
+    return _Streamed(part, name, dtype, numel)
+
+
+def _is_part(part: Any) -> bool:
+    return type(part) is tuple and len(part) == 3 and all(type(each) is int and each >= 0 for each in part)

@@ -29,6 +29,7 @@ from zerolap.logs import logger_of
 from zerolap.plan import Piece
 from zerolap.shards import MASTER, stand_in_for
 from zerolap.states import State, strides_in_bucket
+from zerolap_timeline.untrusted import printable
 
 _LARGEST_TRIED = 2**22  # elements of a parameter that a class is tried on
 
@@ -110,6 +111,32 @@ class Described(NamedTuple):
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+
+def described_then(saved: Any) -> dict[str, Described]:
+    """The parameters as a checkpoint says they were, by name; ValueError if no parameter can be like that."""
+    then: dict[str, Described] = {}
+    if type(saved) not in (list, tuple):
+        raise ValueError("the checkpoint does not list its parameters")
+    for each in saved:
+        match each:
+            case (str(name), [*shape], [*strides]) if name not in then and _is_dense(shape, strides):
+                then[name] = Described(name, tuple(shape), tuple(strides))
+            case _:
+                raise ValueError(f"the checkpoint describes a parameter that cannot be: {printable(repr(each), 200)}")
+    return then
+
+
+def _is_dense(shape: list[Any], strides: list[Any]) -> bool:
+    """Whether a tensor of this shape can lie in memory like this, each element in a place of its own and without gaps."""
+    if len(shape) != len(strides) or not all(type(each) is int and 0 <= each < 2**60 for each in (*shape, *strides)):
+        return False
+    expected = 1
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return expected < 2**60 or 0 in shape
 
 
 def compare(params: Sequence[Described], then: Mapping[str, Described]) -> list[str]:
