@@ -1,7 +1,7 @@
 """Checkpoints of a model and its sharded optimizer: atomic, written by all ranks, loaded by any number of them.
 
 A checkpoint gets its name once everything in it is on disk. Loading trusts nothing it reads: digests are compared, the pickles
-that torch.distributed.checkpoint writes are read with an allow-list or by weights_only, and the live model and optimizer are
+that torch.distributed.checkpoint writes are read as plain data without unpickling, and the live model and optimizer are
 touched only when every rank has all of its part.
 """
 
