@@ -7,6 +7,7 @@ import itertools
 import pickle
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -319,3 +320,167 @@ def _write_in_forward() -> None:
 
 def test_a_model_that_writes_to_its_own_parameters_is_right() -> None:
     run_ranks(2, _write_in_forward)
+
+
+# --- compiled ---------------------------------------------------------------------------------------------------------
+
+
+class Blocks(nn.Module):
+    """A layer, a block, and one whose weight is used by a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(13, 40)
+        self.block = nn.Sequential(nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 40))
+        self.borrowed = nn.Linear(40, 40)
+        self.last = nn.Linear(40, 3)
+        self.run_block: Callable[[Tensor], Tensor] = self._run_block
+        self.borrow: Callable[[Tensor], Tensor] = self._borrow
+
+    def _run_block(self, x: Tensor) -> Tensor:
+        out: Tensor = self.block(x)
+        return out
+
+    def _borrow(self, x: Tensor) -> Tensor:
+        return torch.tanh(nn.functional.linear(x, self.borrowed.weight, self.borrowed.bias))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.borrow(self.run_block(self.first(x))))
+        return out
+
+
+def _compile(what: Any) -> Any:
+    return torch.compile(what, backend="eager")  # what a backend makes of the graph is no matter here
+
+
+def _error_of(fn: Callable[[], object]) -> str:
+    try:
+        fn()
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+BEFORE = {
+    "model": "module",
+    "model.compile": "module",
+    "block": "module.block",
+    "block.compile": "module.block",
+    "block.compile on one rank": "module.block",
+    "ddp.compile": "ddp itself",
+}
+
+
+def _compile_before(way: str) -> None:
+    model: Any = Blocks()
+    match way:
+        case "model":
+            model = _compile(model)
+        case "model.compile":
+            model.compile(backend="eager")
+        case "block":
+            model.block = _compile(model.block)
+        case "block.compile":
+            model.block.compile(backend="eager")
+        case "block.compile on one rank" if dist.get_rank() == 1:
+            model.block.compile(backend="eager")
+    ddp = DDP(model)
+    if way == "ddp.compile":
+        ddp.compile(backend="eager")
+    zero = zerolap.ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.1)
+    zerolap.attach(ddp, zero, schedule="auto" if way == "model" else "on_step", gather="lazy")
+
+
+def test_lazy_gathers_of_what_is_compiled_are_refused_by_attach_on_all_ranks() -> None:
+    for errors in run_ranks(2, _errors_of, _compile_before, list(BEFORE)):
+        for way, error in errors.items():
+            assert 'use gather="eager" with torch.compile' in error, (way, error)
+            assert f"which is {BEFORE[way]}" in error, (way, error)
+
+
+AFTER = ("ddp", "ddp, called before", "ddp.compile", "model.compile", "block", "block.compile", "function")
+
+
+def _compile_after(way: str) -> None:
+    ddp = DDP(Blocks(), bucket_cap_mb=0.004)
+    zero = zerolap.ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.1)
+    called: Any = ddp
+    if way == "ddp, called before":
+        called = _compile(ddp)
+        called(torch.zeros(5, 13))
+    zerolap.attach(ddp, zero, gather="lazy", adapter=Late())
+    if way != "ddp, called before":
+        for x in batches(2):
+            iterate(ddp, zero, x)
+    match way:
+        case "ddp":
+            called = _compile(ddp)
+        case "ddp.compile":
+            ddp.compile(backend="eager")
+        case "model.compile":
+            ddp.module.compile(backend="eager")
+        case "block":
+            ddp.module.block = _compile(ddp.module.block)
+        case "block.compile":
+            ddp.module.block.compile(backend="eager")
+        case "function":
+            ddp.module.run_block = _compile(ddp.module._run_block)
+    iterate(called, zero, torch.zeros(5, 13))
+
+
+def test_lazy_gathers_are_refused_by_the_first_forward_of_what_was_compiled_later() -> None:
+    for errors in run_ranks(2, _without_ddp_optimizer, _errors_of, _compile_after, list(AFTER)):
+        for way, error in errors.items():
+            assert 'use gather="eager" with torch.compile' in error, (way, error)
+
+
+def _errors_of(program: Callable[[str], None], ways: list[str]) -> dict[str, str]:
+    errors = {}
+    for way in ways:
+        torch._dynamo.reset()
+        errors[way] = _error_of(partial(program, way))
+    return errors
+
+
+def _without_ddp_optimizer(fn: Callable[..., Any], *args: Any) -> Any:
+    torch._dynamo.config.optimize_ddp = False  # it takes no buckets as small as the tests'
+    return fn(*args)
+
+
+def _compiled_borrower() -> None:
+    models = []
+    for lazy in (False, True):
+        torch.manual_seed(0)
+        ddp = DDP(Blocks(), bucket_cap_mb=0.004)
+        ddp.module.borrow = _compile(ddp.module._borrow)
+        opt: Any = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        if lazy:
+            opt = zerolap.ZeroRedundancyOptimizer(
+                ddp.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.1, fused=False
+            )
+            zerolap.attach(ddp, opt, gather="lazy", adapter=Late())
+        for x in batches(5):
+            iterate(ddp, opt, x)
+        models.append(ddp)
+    assert_same_params(models[1], models[0])
+
+
+def test_a_compiled_function_that_uses_a_weight_without_its_module_waits_for_it() -> None:
+    run_ranks(2, _without_ddp_optimizer, _compiled_borrower)
+
+
+def _auto_compiled_later() -> None:
+    ddp = DDP(Blocks(), bucket_cap_mb=0.004)
+    zero = zerolap.ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.01)
+    handle = zerolap.attach(ddp, zero, schedule="auto")
+    ddp.module.block.compile(backend="eager")
+    for x in batches(100):
+        iterate(ddp, zero, x)
+        assert handle.gather == "eager"
+        if handle.is_tuned:
+            return
+    raise AssertionError("not tuned after 100 iterations")
+
+
+def test_auto_leaves_lazy_gathers_out_where_a_module_was_compiled_after_attach() -> None:
+    run_ranks(2, _without_ddp_optimizer, _auto_compiled_later)

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from zerolap.adapter import Adapter
-from zerolap.auto import Tuner
+from zerolap.auto import Tuner, compiled_parts
 from zerolap.engine import Engine
 from zerolap.exchange import all_gather_json
 from zerolap.groups import options_of, params_of
@@ -191,6 +191,11 @@ def attach(
         schedules, gathers = _ways(ddp, schedule, gather, safety)
         _check_attachable(ddp, optimizer, precision)
         _check_safety(safety, schedules[0])
+        if gathers == [Gather.LAZY] and (parts := compiled_parts(ddp)):
+            raise ValueError(
+                f'gather="lazy" cannot wait inside what is compiled, which is {", ".join(parts[:5])}; use gather="eager" with '
+                "torch.compile"
+            )
         return ["native", schedule, [each.value for each in gathers], str(precision), str(safety)]
 
     def connect(
@@ -260,11 +265,7 @@ def _ways(
         schedules.insert(0, Schedule.INTERLEAVED)
     if gather is not None:
         return schedules, [_member(Gather, gather, "gather")]
-    # A part that is compiled cannot wait for a parameter; the tuner looks for a whole that is.
-    is_compiled = any(
-        module._compiled_call_impl is not None or "_orig_mod" in module._modules for module in ddp.modules()
-    )
-    return schedules, [Gather.EAGER] if is_compiled else [Gather.EAGER, Gather.LAZY]
+    return schedules, [Gather.EAGER] if compiled_parts(ddp) else [Gather.EAGER, Gather.LAZY]
 
 
 def trace(

@@ -133,7 +133,8 @@ class Tuner:
         for _ in range(_NUM_TO_SETTLE):  # as DDP rebuilds its first buckets, too
             yield
         ways = self._ways
-        if any(self._tell_all(self._is_compiled, "whether forward is compiled")):
+        is_compiled = self._is_compiled or (self._may_be_lazy and bool(compiled_parts(self._ddp)))
+        if any(self._tell_all(is_compiled, "whether forward is compiled")):
             ways = [way for way in ways if way[1] is Gather.EAGER]  # what is compiled cannot wait for a parameter
         ways = yield from self._try(ways, self.choice.bucket_mb)
         for size in (yield from self._other_sizes(ways)):
@@ -239,6 +240,15 @@ class Tuner:
         return self._engine.run_between_updates(
             lambda: all_gather_json(mine, group=self._group, what=f"telling {what}")
         )
+
+
+def compiled_parts(ddp: DistributedDataParallel) -> list[str]:
+    """The names of modules that are compiled: what is compiled cannot wait for a parameter."""
+    return [
+        name or "ddp itself"
+        for name, module in ddp.named_modules()
+        if module._compiled_call_impl is not None or "_orig_mod" in module._modules
+    ]
 
 
 def _nobody() -> Callable[[nn.Module, Any], None]:

@@ -68,11 +68,10 @@ def wait_on_access(module: nn.Module, waiter: ParamWaiter) -> Callable[[], None]
 
     Returns what undoes it.
     """
-    hooks = [module.register_forward_pre_hook(_refuse_compiled)]
     children = [child for child in module.modules() if child._parameters]
     for child in children:
         child._parameters = _WaitingParameters(child._parameters, waiter)
-        hooks.append(child.register_forward_pre_hook(_before_forward))
+    hooks = [child.register_forward_pre_hook(_before_forward) for child in {module: None, **dict.fromkeys(children)}]
 
     def undo() -> None:
         for hook in hooks:
@@ -83,18 +82,20 @@ def wait_on_access(module: nn.Module, waiter: ParamWaiter) -> Callable[[], None]
     return undo
 
 
-# Hooks are functions of this file, not closures, so that modules stay picklable. Neither is ever traced: a trace would
-# run them once and never again. (torch gives its decorator no types.)
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+# Hooks are functions of this file, not closures, so that modules stay picklable. What waits is never traced: a trace would run
+# it once and never again. What is traced refuses that, whenever and by whomever the module, or a function round it, was
+# compiled: while it is traced it is known to be, and the call that raises becomes a part of what was compiled.
 def _before_forward(module: nn.Module, args: Any) -> None:
+    if torch.compiler.is_compiling():
+        _refuse_compiled()
     if isinstance(module._parameters, _WaitingParameters):  # a copy's are ordinary
         module._parameters.wait()
 
 
+# (torch gives its decorator no types.)
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _refuse_compiled(module: nn.Module, args: Any) -> None:
-    if is_called_by_compiled():
-        raise RuntimeError('gather="lazy" cannot wait inside a compiled forward; use gather="eager" with torch.compile')
+def _refuse_compiled() -> None:
+    raise RuntimeError('gather="lazy" cannot wait inside a compiled forward; use gather="eager" with torch.compile')
 
 
 def is_called_by_compiled() -> bool:
