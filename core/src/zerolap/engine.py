@@ -29,6 +29,7 @@ from torch.futures import Future
 from zerolap.adapter import Adapter
 from zerolap.errors import CollectiveError, IllegalEventError, ZerolapError
 from zerolap.exchange import move_states
+from zerolap.gradient_watch import Gradient, GradientWatch
 from zerolap.groups import Options, options_of
 from zerolap.lane import Waiter
 from zerolap.lastwords import LastWords, Words
@@ -147,7 +148,8 @@ class Engine(ABC):
         self._index_of: dict[Tensor, int] = {}
         self._outside: list[Tensor] = []
         self._failure: BaseException | None = None
-        self._watched: tuple[Tensor, int, int] | None = None
+        self._gradient_watch = GradientWatch()
+        self._watched_layout: list[Recorded] = []
         self._num_backwards = 0
         self._num_steps = 0
         self._is_stepped = True  # step() was called since the last backward
@@ -444,8 +446,8 @@ class Engine(ABC):
             )
 
     def _watch_gradients(self) -> None:
-        """See to it that one gradient's version is noted at the very end of backward, after DDP has written it."""
-        self._watched = None
+        """See to it that gradients are noted at the very end of backward, after DDP has written them."""
+        self._gradient_watch.forget()
         if torch._C._current_graph_task_id() == -1:
             return  # a rank that has joined runs hooks without a backward
         # Twice, for DDP queues the callback that waits for our futures and writes gradients after this one.
@@ -457,25 +459,30 @@ class Engine(ABC):
 
     def _note_gradient(self) -> None:
         self.watch.backward_ended()
-        for param in self._layout[0].params if self._layout else ():
-            if param.grad is not None:
-                self._watched = (param, param.grad.data_ptr(), param.grad._version)
-                return
+        if self._watched_layout is not self._layout:
+            self._watched_layout = self._layout
+            self._gradient_watch.watch(
+                [
+                    Gradient(param, index, recorded.buffer, offset)
+                    for recorded in self._layout
+                    for param, index, offset in zip(recorded.params, recorded.indices, recorded.offsets, strict=True)
+                ]
+            )
+        self._gradient_watch.note()
 
     def _refuse_changed_gradients(self) -> None:
-        """One gradient tells: what clips or unscales gradients changes them all."""
-        watched, self._watched = self._watched, None
-        if watched is None:
-            return
-        param, memory, version = watched
-        grad = param.grad
-        if grad is None or (grad.data_ptr(), grad._version) == (memory, version):
-            return
-        if grad.any():  # or else it was only cleared in place
+        is_on_step = self.schedule is Schedule.ON_STEP
+        change = self._gradient_watch.find_change(may_be_cleared=not is_on_step)
+        if change is not None:
             raise RuntimeError(
-                "gradients were changed between backward and step(), which has no effect here: the update uses, or has "
-                'used, the reduced ones. Use zerolap.attach(ddp, optimizer, schedule="on_step") with '
-                "optimizer.clip_grad_norm_() and zerolap.GradScaler, or overlap_with_ddp=False"
+                f"gradients were changed between backward and step(), which has no effect here: {change}. "
+                + (
+                    "step() uses their means, which are in the shards. Clip by optimizer.clip_grad_norm_() and scale losses by "
+                    "zerolap.GradScaler; to change gradients in any other way, use overlap_with_ddp=False"
+                    if is_on_step
+                    else "The update has used the reduced ones. Use zerolap.attach(ddp, optimizer, "
+                    'schedule="on_step") with optimizer.clip_grad_norm_() and zerolap.GradScaler, or overlap_with_ddp=False'
+                )
             )
 
     def _fail(self, error: Exception, where: str) -> Exception:
