@@ -229,7 +229,7 @@ def to_markdown(rows: list[dict[str, Any]]) -> str:
         "CPU s",
         "exposed s",
         "of its bound",
-        "MB sent",
+        "MB on the network",
         "state MB",
         "held MB",
         "peak MB",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -13,11 +14,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from torch.nn.parallel import DistributedDataParallel as DDP
 from typer.testing import CliRunner
 
 import zerolap
 from training import Mlp, batches, iterate
+from zerolap_cli import demo
 from zerolap_cli.app import app
 from zerolap_cli.skeleton import write
 from zerolap_conformance.ranks import run_ranks
@@ -318,6 +321,29 @@ def test_the_demo_finds_the_same_numbers(tmp_path: Path) -> None:
     plain, ours = found["contestants"]
     assert plain["loss"] == ours["loss"]
     assert ours["state_bytes"] < 0.51 * plain["state_bytes"]
+    # By whatever way: 2P(n-1)/n elements of 4 bytes, on 2 ranks.
+    for contestant in (plain, ours):
+        assert contestant["sent_bytes"] == pytest.approx(4 * found["parameters"], rel=1e-3)
+
+
+def test_the_demo_tells_what_was_sent_from_what_went_over_the_network() -> None:
+    contestants = [
+        {"name": name, "loss": 1.0, "state_bytes": 2e6, "sent_bytes": 3e6, "network_bytes": network, "seconds": 0.1}
+        for name, network in (("DDP + AdamW", 3.1e6), ("zerolap", 2e3))
+    ]
+    console = Console(record=True, width=120, file=io.StringIO())
+    demo.show(console, {"contestants": contestants, "largest_difference": 0, "time_ratios": [1.0]})
+    rows = {
+        cells[0].strip(): cells[1:]
+        for line in console.export_text().splitlines()
+        if len(cells := line.split("│")[1:-1]) == 4
+    }
+    assert [cell.strip() for cell in rows["sent, MB per rank and step"]] == ["3.00", "3.00", "1.00"]
+    assert [cell.strip() for cell in rows["of that over the network"]] == [
+        "3.10",
+        "0.00",
+        "0.00",
+    ]
 
 
 def test_the_benchmark_runs_from_the_source_tree_and_says_so_elsewhere(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ class Stats:
     """Updates left out by ``nonfinite="skip"``."""
     num_buckets: int
     sent_bytes: int
-    """By this rank, for gradients and parameters."""
+    """By this rank to others, for gradients and parameters, over the network or by shared memory; no headers."""
     state_bytes: int
     """Of optimizer state in this rank's shards, master weights included."""
     flat_bytes: int
