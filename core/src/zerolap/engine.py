@@ -100,11 +100,7 @@ class Installed:
     used: list[bool] | None = None
 
 
-_version_of = attrgetter("_version")
-
-
-def _versions_of(flat: FlatParams) -> list[int]:
-    return list(map(_version_of, flat.params))
+_version_of = attrgetter("_version")  # no function of ours: called for every parameter of a lazy gather, twice
 
 
 def _done_already(_: int | None) -> None:
@@ -331,7 +327,7 @@ class Engine(ABC):
                     self._failure = self._explained(error)
                 raise self._failure from error
             versions = self._versions.pop(index, None)
-            if versions is not None and versions != _versions_of(self._installed[index].flat):
+            if versions is not None and versions != list(map(_version_of, self._installed[index].flat.params)):
                 self._refuse_early_write(index, versions)
             if self._lane.is_caller():
                 if self.gather is Gather.EAGER:
@@ -601,7 +597,7 @@ class Engine(ABC):
             if self.gather is Gather.EAGER:
                 self.watch.begun.append(perf_counter())
             else:
-                self._versions[index] = _versions_of(installed.flat)
+                self._versions[index] = list(map(_version_of, installed.flat.params))
             try:
                 self._gathers[index] = self._start_gather(index, installed)
             except ZerolapError:
