@@ -4,7 +4,7 @@
     torchrun --nnodes 1:2 --nproc-per-node 2 --max-restarts 100 --rdzv-backend c10d --rdzv-endpoint HOST:29400 \\
         examples/elastic.py --folder /a/folder/all/nodes/share
 
-When a worker is lost, or a node added, torchrun starts this program anew on the workers there are now. It loads the newest
+When a worker is lost, or a node added, torchrun starts this program anew on the workers there are now. It loads the latest
 checkpoint, whatever number of ranks wrote it, and goes on: with the same batches in the same order, split over fewer ranks or more.
 """
 
@@ -96,7 +96,8 @@ def train(args: argparse.Namespace) -> None:
             log.write(json.dumps({"step": step, "samples": mine.tolist(), "loss": loss.item()}) + "\n")
             if step % args.save_every == 0 or step == args.steps:
                 extra = {"position": asdict(position), "runs": runs}
-                saving = save(args.folder, ddp, optimizer, step=step, extra=extra, keep=args.keep)
+                # overwrite: who goes back to an older checkpoint (load(step=...), or the link `latest`) meets later steps again.
+                saving = save(args.folder, ddp, optimizer, step=step, extra=extra, keep=args.keep, overwrite=True)
                 dist.all_reduce(total := loss.detach())
                 if rank == 0:
                     print(f"step {step}, epoch {position.epoch}: loss {total.item() / len(batch):.4f}", flush=True)

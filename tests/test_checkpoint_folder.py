@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
@@ -19,10 +20,12 @@ import torch
 from zerolap import checkpoint_folder as folder_module
 from zerolap.checkpoint import pack
 from zerolap.checkpoint_folder import Writer, find, latest, path_of, place, remove_all_but, steps, sweep
-from zerolap.reading import CheckpointReader
+from zerolap.reading import CheckpointError, CheckpointReader
 from zerolap.saving import Target, write_state
 from zerolap_conformance.ranks import _SERVER
 
+# How a save has ended: beyond its last call, with a call that failed and did not matter, or not.
+OVER, DONE, ENDED = 0, 8, 9
 CALLS = ("rename", "replace", "unlink", "rmdir", "mkdir", "symlink", "open", "fsync", "remove")
 
 
@@ -44,15 +47,18 @@ def _value_of(path: Path) -> set[float]:
     return {float(value) for each in found["model"].values() for value in each.unique()}
 
 
-def _die_at(number: int) -> None:
-    """End this process, as SIGKILL does, before its call of this number to the file system."""
+def _die_at(number: int, *, with_error: bool) -> list[int]:
+    """End this process, as SIGKILL does, before its call of this number to the file system; or let that call fail. Returns how many
+    calls are left until then."""
     left = [number]
 
     def counted(real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            if left[0] == 0:
-                os._exit(9)
             left[0] -= 1
+            if left[0] == -1:
+                if with_error:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                os._exit(ENDED)
             return real(*args, **kwargs)
 
         return call
@@ -60,26 +66,31 @@ def _die_at(number: int) -> None:
     for name in CALLS:
         setattr(os, name, counted(getattr(os, name)))
     folder_module._exchange_names = counted(folder_module._exchange_names)
+    return left
 
 
-def _kill_everywhere(folder: str, can_exchange: bool, connection: Any) -> None:
+def _kill_everywhere(folder: str, can_exchange: bool, with_error: bool, connection: Any) -> None:
     """Overwrite step 2 of three, with keep=2, and be killed at every point of it; then again, on top of what that has left."""
     torch.set_num_threads(1)
     if not can_exchange:
         folder_module._exchange_names = lambda one, other: False
     said: list[tuple[int, int, list[int], int | None, set[float], bool]] = []
-    number = 0
+    before, number = Path(folder, "before"), 0
+    for step in (1, 2, 3):
+        write_state(Target(folder=before, step=step), _state(step), None)
     while True:
         run = Path(folder, str(number))
-        for step in (1, 2, 3):
-            write_state(Target(folder=run, step=step), _state(step), None)
+        shutil.copytree(before, run, symlinks=True)
         codes = []
         for again in (number, number // 2):
             child = os.fork()
             if child == 0:
-                _die_at(again)
-                write_state(Target(folder=run, step=2, keep=2, overwrite=True), _state(20), None)
-                os._exit(0)
+                left_of = _die_at(again, with_error=with_error)
+                try:
+                    write_state(Target(folder=run, step=2, keep=2, overwrite=True), _state(20), None)
+                except CheckpointError:
+                    os._exit(ENDED)
+                os._exit(OVER if left_of[0] >= 0 else DONE)
             codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
             there = find(run, 2)
             values = _value_of(there) if there is not None else set()
@@ -88,16 +99,21 @@ def _kill_everywhere(folder: str, can_exchange: bool, connection: Any) -> None:
         left = [name for name in os.listdir(run) if name.endswith((".partial", ".replaced"))]
         said.append((number, -1, left, latest(run), _value_of(path_of(run, 2)), (run / "latest").exists()))  # type: ignore[arg-type]
         shutil.rmtree(run)
-        if codes[0] == 0:
+        if codes[0] == OVER:
             break
         number += 1
     connection.send(said)
 
 
 @pytest.mark.parametrize("can_exchange", [True, False], ids=["names are exchanged", "names cannot be exchanged"])
-def test_a_kill_at_any_call_while_overwriting_leaves_the_old_or_the_new(tmp_path: Path, can_exchange: bool) -> None:
+@pytest.mark.parametrize("with_error", [False, True], ids=["kill", "error"])
+def test_a_kill_or_error_at_any_call_while_overwriting_leaves_the_old_or_the_new(
+    tmp_path: Path, can_exchange: bool, with_error: bool
+) -> None:
     ours, theirs = _SERVER.Pipe(duplex=False)
-    process = _SERVER.Process(target=_kill_everywhere, args=(str(tmp_path), can_exchange, theirs), daemon=True)
+    process = _SERVER.Process(
+        target=_kill_everywhere, args=(str(tmp_path), can_exchange, with_error, theirs), daemon=True
+    )
     process.start()
     theirs.close()
     try:
@@ -106,18 +122,18 @@ def test_a_kill_at_any_call_while_overwriting_leaves_the_old_or_the_new(tmp_path
     finally:
         process.kill()
         process.join()
-    kills = [line for line in said if line[1] == 9]
+    kills = [line for line in said if line[1] == ENDED]
     assert len(kills) > 20, "too few points to say anything"
     for number, code, held, newest, values, _ in said:
         if code == -1:
             assert held == [], f"killed at {number}: the next save has left {held}"
             assert (newest, values) == (2, {21.0}), number
             continue
-        assert code in (0, 9), number
+        assert code in (OVER, DONE, ENDED), number
         assert values in ({2.0}, {20.0}), f"killed at {number}: step 2 is {values}"
         assert {2, 3} <= set(held), f"killed at {number}: {held}"
         assert newest == (2 if values == {20.0} else 3), f"killed at {number}: the latest is {newest}, step 2 {values}"
-    assert {frozenset(values) for _, code, _, _, values, _ in kills if code == 9} == {
+    assert {frozenset(values) for _, _, _, _, values, _ in kills} == {
         frozenset({2.0}),
         frozenset({20.0}),
     }

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -470,24 +469,39 @@ def test_a_file_system_that_hangs_ends_the_wait_too(tmp_path: Path) -> None:
         assert "step-000000001" in long
 
 
-def test_the_background_group_has_the_optimizers_timeout(tmp_path: Path) -> None:
-    assert run_ranks(2, _timeouts, str(tmp_path)) == [(7.0, [False, True])] * 2
-
-
-def _timeouts(folder: str) -> tuple[float, list[bool]]:
+def _groups_of_saves(folder: str) -> tuple[float, list[bool], list[str], list[int]]:
     from datetime import timedelta
 
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=7))
+    from torch.distributed.checkpoint import filesystem
+
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
     model = Mlp()
     zero = zerolap.ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, group)
-    groups = []
-    for step, place in enumerate((folder, "/dev/null/x", folder, folder)):
-        with suppress(CheckpointError):
+    fsync, groups, said = os.fsync, [], []
+
+    def late(descriptor: int) -> None:
+        time.sleep(3)  # longer than the other rank waits
+        fsync(descriptor)
+
+    for step, place in enumerate((folder, "/dev/null/x", folder, folder, folder)):
+        if step == 3 and dist.get_rank() == 1:
+            filesystem.os.fsync = late  # type: ignore[attr-defined]
+        try:
             checkpoint.async_save(place, model, zero, step=step).wait()
+            said.append("saved")
+        except CheckpointError:
+            said.append("failed")
+        filesystem.os.fsync = fsync  # type: ignore[attr-defined]
         groups.append(checkpoint._groups[group])
-    backend = groups[-1]._get_backend(torch.device("cpu"))
-    # After a failure another group is used, for ranks may have left the old one at different places.
-    return backend.options._timeout.total_seconds(), [groups[1] is groups[2], groups[2] is groups[3]]
+        dist.barrier()
+    timeout = groups[-1]._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    same = [groups[0] is groups[2], groups[3] is groups[4]]
+    return timeout, same, said, checkpoint.steps(folder)
+
+
+def test_background_saves_have_the_optimizers_timeout_and_another_group_after_it_has_struck(tmp_path: Path) -> None:
+    for said in run_ranks(2, _groups_of_saves, str(tmp_path)):
+        assert said == (2.0, [True, False], ["saved", "failed", "saved", "failed", "saved"], [0, 2, 4])
 
 
 # --- other optimizers -------------------------------------------------------------------------------------------------
@@ -602,3 +616,40 @@ def _plain_dcp_into_sgd(folder: str) -> str:
 def test_plain_dcp_refuses_options_of_another_class(tmp_path: Path) -> None:
     for said in run_ranks(2, _plain_dcp_into_sgd, str(tmp_path)):
         assert "are none of SGD's" in said, said
+
+
+class _Nested(torch.optim.Optimizer):
+    """Keeps lists and dicts of tensors in its state, as classes with a history or with factors do."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            state = self.state[param]
+            if not state:
+                state.update(
+                    past=[torch.zeros(3), torch.zeros(2, 2)], factors={"left": torch.zeros(2)}, sizes=[1, 2], num=0
+                )
+            state["past"][0] += 1
+            state["past"][1] += param.grad.sum()
+            state["factors"]["left"] += param.grad.norm()
+            state["num"] += 1
+            param.add_(param.grad, alpha=-0.1)
+
+
+def _resume_nested(folder: str) -> None:
+    kind = {"overlap": "none", "cls": _Nested, "options": {"lr": 0.1}}
+    ddp, zero = _make(kind)
+    _train(ddp, zero, 0, 2)
+    checkpoint.save(folder, ddp, zero, step=1)
+    there, loaded = _make(kind)
+    checkpoint.load(folder, there, loaded)
+    for mine, theirs in zip(zero.optim.state.values(), loaded.optim.state.values(), strict=True):
+        _assert_same(dict(mine), dict(theirs))
+    assert len(loaded.optim.state) > 0
+
+
+def test_states_of_lists_and_dicts_come_back(tmp_path: Path) -> None:
+    run_ranks(2, _resume_nested, str(tmp_path))

@@ -132,14 +132,14 @@ def async_save(
 
 
 def _finish_last(group: dist.ProcessGroup) -> None:
-    """Wait until the last background save is over. If it has failed, ranks may disagree on where they are in its group, which is
-    not used again."""
+    """Wait until the last background save is over. A group that some ranks may have left in the middle is not used again; it is not
+    destroyed either, for torch would give the next one its name."""
     saving = _last.get(group)
     if saving is None:
         return
     saving._join()  # one that does not end stays the last
     del _last[group]
-    if saving._has_failed:
+    if saving._has_lost_step:
         _groups.pop(group, None)
     unseen = saving._take_unseen_error()
     if unseen is not None:

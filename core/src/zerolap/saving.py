@@ -34,6 +34,7 @@ from zerolap.checkpoint_folder import (
     sweep,
     write_durably,
 )
+from zerolap.errors import CollectiveError, ZerolapError
 from zerolap.exchange import all_gather_json, refuse_together
 from zerolap.logs import logger_of
 from zerolap.reading import FORMAT, CheckpointError, digest_of
@@ -120,8 +121,13 @@ class Saving:
         return unseen
 
     @property
-    def _has_failed(self) -> bool:
-        return self.is_done() and self._error is not None
+    def _has_lost_step(self) -> bool:
+        """Whether the ranks may have left its group at different places. An error that all of them were told of leaves none behind."""
+        cause = self._error.__cause__ if isinstance(self._error, CheckpointError) else self._error
+        was_told = isinstance(cause, OSError | CheckpointException | ZerolapError) and not isinstance(
+            cause, CollectiveError
+        )
+        return self._error is not None and not was_told and cause is not None
 
     def _join(self, timeout: float | None = None) -> None:
         start = time.monotonic()

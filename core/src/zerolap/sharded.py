@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -277,25 +278,26 @@ def room_for(
 
     ``then`` is what the parameters were when it was saved. If one lay otherwise in memory, all of its state is loaded.
     """
-    entries: dict[str, dict[str, Any]] = {}
-    for flat_name, (*parents, key) in (saved.planner_data or {}).items():
-        if tuple(parents[:-1]) == path:
-            entries.setdefault(str(parents[-1]), {})[str(key)] = saved.state_dict_metadata[flat_name]
+    entries: dict[str, dict[tuple[Any, ...], Any]] = {}
+    for flat_name, where in (saved.planner_data or {}).items():
+        if tuple(where[: len(path)]) == path and len(where) > len(path) + 1:
+            name, *keys = where[len(path) :]
+            entries.setdefault(str(name), {})[tuple(keys)] = saved.state_dict_metadata[flat_name]
     room: dict[str, State] = {}
     for piece in pieces:
         param = params[piece.param]
         if _is_nothing(piece, param):
             continue
         start, stop = (piece.start, piece.stop) if param == then.get(param.name) else (0, param.numel)
-        for key, kept in entries.get(param.name, {}).items():
+        for (key, *inner), kept in entries.get(param.name, {}).items():
             state = room.setdefault(param.name, {})
-            if not isinstance(kept, TensorStorageMetadata):
-                state[key] = None  # something that is no tensor
-            elif _is_flat_entry(key, kept.size, param.numel):
+            is_tensor = isinstance(kept, TensorStorageMetadata)
+            if is_tensor and not inner and _is_flat_entry(key, kept.size, param.numel):
                 memory = torch.empty(stop - start, dtype=kept.properties.dtype)
                 state[key] = _with_range(state.get(key), param.numel, start, memory)
-            else:
-                state[key] = torch.empty(kept.size, dtype=kept.properties.dtype)
+            else:  # as it is; lists and dicts of tensors were taken apart
+                value = torch.empty(kept.size, dtype=kept.properties.dtype) if is_tensor else None
+                set_element(state, (key, *inner), value)
     return room
 
 
