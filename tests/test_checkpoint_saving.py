@@ -16,12 +16,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from typer.testing import CliRunner
 
 import zerolap
 from test_checkpoint import ADAMW, _assert_same, _make, _snapshot, _train
 from training import Mlp
 from zerolap import checkpoint, convert
 from zerolap.reading import CheckpointError
+from zerolap_cli.app import app
 from zerolap_conformance.ranks import run_ranks, try_ranks
 
 # --- the latest -------------------------------------------------------------------------------------------------------
@@ -68,6 +70,8 @@ def _roll_back(folder: str) -> dict[str, Any]:
 def test_the_latest_is_the_one_written_last_for_load_link_and_keep(tmp_path: Path) -> None:
     (tmp_path / "other" / "step-000000200").mkdir(parents=True)
     (said,) = run_ranks(1, _roll_back, str(tmp_path / "run"))
+    shown = CliRunner().invoke(app, ["checkpoint", "inspect", str(tmp_path / "run"), "--json"])
+    assert json.loads(shown.stdout)["step"] == 110, "the command line means the same"
     assert said == {
         "after a rollback": (120, "step-000000120"),
         "dangling": 120,

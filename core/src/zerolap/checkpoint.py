@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.nn.parallel import DistributedDataParallel
 
-from zerolap.checkpoint_folder import find, keep_number, latest, path_of, read_manifest, step_number, steps
+from zerolap.checkpoint_folder import find, keep_number, latest, manifest_of, path_of, step_number, steps
 from zerolap.errors import CollectiveError, ZerolapError
 from zerolap.exchange import all_gather_json, refuse_together
 from zerolap.groups import options_of
@@ -351,7 +351,7 @@ def _on_all_or_none(do: Callable[[], Any], group: dist.ProcessGroup, what: str) 
 def _manifest_digest(path: Path) -> str:
     """Tells one checkpoint from another that has taken its place."""
     try:
-        return hashlib.blake2b(read_manifest(path)).hexdigest()
+        return hashlib.blake2b(manifest_of(path)).hexdigest()
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
 

@@ -15,14 +15,12 @@ from __future__ import annotations
 import ctypes
 import errno
 import hashlib
-import json
 import math
 import operator
 import os
 import re
 import secrets
 import shutil
-import stat
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,11 +28,12 @@ from pathlib import Path
 from typing import Any
 
 from zerolap.logs import logger_of
+from zerolap_timeline.untrusted import open_regular, parse_json, read_all
 
 MANIFEST = "manifest.json"
 LATEST = "latest"
 _LARGEST_STEP = 10**18 - 1
-_LARGEST_MANIFEST = 2**28
+_LARGEST_MANIFEST = 2**26
 _UNKNOWN_HOST = "0" * 12
 _QUIET_SECONDS = 600.0  # beyond what its timeout allows: attributes of network file systems may be a minute old
 
@@ -130,25 +129,20 @@ def _aside(path: Path) -> Path:
     return path.with_name(f"{path.name}.replaced")
 
 
-def read_manifest(path: Path) -> bytes:
-    """A manifest as it is on disk; OSError or ValueError if it is no regular file of a sane size."""
-    descriptor = os.open(path / MANIFEST, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(descriptor, "rb") as stream:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ValueError(f"{path / MANIFEST} is no regular file")
-        text = stream.read(_LARGEST_MANIFEST + 1)
-    if len(text) > _LARGEST_MANIFEST:
-        raise ValueError(f"{path / MANIFEST} is larger than {_LARGEST_MANIFEST} bytes")
-    return text
+def manifest_of(path: Path) -> bytes:
+    """A manifest as it is on disk; OSError if it is no regular file of a sane size."""
+    with open_regular(path / MANIFEST, largest=_LARGEST_MANIFEST) as stream:
+        return read_all(stream, _LARGEST_MANIFEST)
 
 
 def _written(folder: Path, step: int, *, unknown: float) -> float:
     """When a checkpoint was written, in nanoseconds; 0 for those of versions that did not say it."""
     try:
         path = find(folder, step)
-        manifest = json.loads(read_manifest(path)) if path is not None else None
-        return int(manifest.get("written_ns", 0)) if isinstance(manifest, dict) else unknown
-    except (OSError, ValueError, TypeError, OverflowError, RecursionError):
+        manifest = parse_json(manifest_of(path)) if path is not None else None
+        written = manifest.get("written_ns", 0) if isinstance(manifest, dict) else None
+        return written if type(written) is int else unknown
+    except (OSError, ValueError):
         return unknown
 
 

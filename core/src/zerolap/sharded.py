@@ -194,33 +194,36 @@ def fit_of(
             found = next(described)
             if found.name in entries:
                 kinds.setdefault((place, param.ndim), []).append((param, found))
-    is_other_class = saved_class not in (None, our_class)
     misfits: dict[str, str] = {}
-    for (place, _), alike in kinds.items():
-        ours = options_of(groups[place])
-        theirs = ours if is_other_class else {key: saved_options[place].get(key, value) for key, value in ours.items()}
+    for (place, _), alike in kinds.items() if saved_class != our_class else ():
         param, specimen = min(alike, key=lambda each: each[0].numel())
-        expected = _entries_made(factory, theirs, param) or _entries_made(factory, ours, param)
-        if expected is None:
-            misfits |= {
-                each.name: f"the state of {each.name} is another class's" for _, each in alike if is_other_class
-            }
-            continue
-        fits = entries[specimen.name] == expected or saved_class == our_class
-        misfits |= {
-            each.name: f"the state of {each.name} has {sorted(entries[each.name])}, where {our_class} keeps {sorted(expected)}"
-            for _, each in alike
-            if not fits or entries[each.name] < expected
-        }
+        ours = options_of(groups[place])
+        # Which entries there are may depend on switches and rates that are saved, too. Counts are left: a step could take for ever.
+        theirs = {key: value for key, value in saved_options[place].items() if isinstance(value, bool | float)}
+        expected = _entries_made(factory, ours, param)
+        if saved_class is None and expected != entries[specimen.name]:
+            expected = (
+                _entries_made(factory, {**ours, **{key: theirs.get(key, ours[key]) for key in ours}}, param) or expected
+            )
+        for _, each in alike:
+            has = entries[each.name]
+            if expected is None:
+                is_misfit = saved_class is not None
+            else:
+                is_misfit = entries[specimen.name] != expected or has < expected
+            if is_misfit:
+                said = printable(sorted(has), 300)
+                misfits[each.name] = (
+                    f"the state of {each.name} has {said}, where {our_class} keeps {sorted(expected or ())}"
+                )
     differences = list(misfits.values())
-    if is_other_class:
-        differences = [f"it was saved with the optimizer {saved_class}, not {our_class}"]
+    if saved_class not in (None, our_class):
+        differences = [f"it was saved with the optimizer {printable(saved_class, 100)}, not {our_class}"]
     elif saved_class is None and not differences:
         differences = compare_options(saved_options, groups, our_class)
-    unknown = {name for name in entries if name not in {each.name for each in params}}
     return Fit(
         differences=differences,
-        without_state=frozenset(misfits.keys() | unknown),
+        without_state=frozenset(misfits),
         is_same_class=saved_class == our_class or (saved_class is None and not differences),
     )
 
@@ -230,7 +233,8 @@ def compare_options(saved: Sequence[Options], groups: Sequence[ParamGroup], our_
     given = {key for options in saved for key in options_of(options)}
     ours = {key for group in groups for key in options_of(group)}
     if given - ours and ours - given:
-        return [f"its options {sorted(given - ours)} are none of {our_class}'s, which needs {sorted(ours - given)}"]
+        said = printable(sorted(given - ours), 300)
+        return [f"its options {said} are none of {our_class}'s, which needs {sorted(ours - given)}"]
     return []
 
 
@@ -282,6 +286,8 @@ def room_for(
     for flat_name, where in (saved.planner_data or {}).items():
         if tuple(where[: len(path)]) == path and len(where) > len(path) + 1:
             name, *keys = where[len(path) :]
+            if any(type(key) is int and not 0 <= key < len(saved.planner_data or ()) for key in keys):
+                raise ValueError(f"the state of {printable(name, 200)} has more entries than the checkpoint")
             entries.setdefault(str(name), {})[tuple(keys)] = saved.state_dict_metadata[flat_name]
     room: dict[str, State] = {}
     for piece in pieces:
