@@ -28,7 +28,7 @@ class Capabilities:
 
     exact_cut: int
     """Stepping a slice of a parameter is bitwise the slice of stepping it whole if every cut is a multiple of this many
-    elements from the parameter's start."""
+    elements from the parameter's start, and no kernel is shared among threads of the host: then ``attach`` tries what holds."""
 
     has_float64: bool
     """Tensors of double precision can be computed with, and reduced."""

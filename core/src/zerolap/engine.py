@@ -443,7 +443,7 @@ class Engine(ABC):
 
     def _watch_gradients(self) -> None:
         """See to it that gradients are noted at the very end of backward, after DDP has written them."""
-        self._gradient_watch.forget()
+        self._gradient_watch.noted = []
         if torch._C._current_graph_task_id() == -1:
             return  # a rank that has joined runs hooks without a backward
         # Twice, for DDP queues the callback that waits for our futures and writes gradients after this one.

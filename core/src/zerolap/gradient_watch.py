@@ -34,27 +34,24 @@ class GradientWatch:
 
     def __init__(self) -> None:
         self._gradients: Sequence[Gradient] = ()
-        self._noted: list[tuple[int, int]] = []
+        self.noted: list[tuple[int, int]] = []  # empty: there is nothing to compare with
 
     def watch(self, gradients: Sequence[Gradient]) -> None:
         self._gradients = gradients
-        self.forget()
-
-    def forget(self) -> None:
-        self._noted = []
+        self.noted = []
 
     def note(self) -> None:
         """Addresses and versions only: a gradient that is freed shall be gone."""
-        self._noted = [
+        self.noted = [
             (0, 0) if (grad := each.param.grad) is None else (grad.data_ptr(), grad._version)
             for each in self._gradients
         ]
 
     def find_change(self, *, may_be_cleared: bool) -> str | None:
         """What has changed since it was noted, in words; None if nothing has, or if all were cleared and may be."""
-        noted, self._noted = self._noted, []
+        noted, self.noted = self.noted, []
         changed = []
-        for each, (memory, version) in zip(self._gradients, noted, strict=False):  # nothing was noted: nothing to find
+        for each, (memory, version) in zip(self._gradients, noted, strict=False):
             grad = each.param.grad
             if (memory, version) != ((0, 0) if grad is None else (grad.data_ptr(), grad._version)):
                 changed.append((each, memory))

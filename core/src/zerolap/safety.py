@@ -140,7 +140,10 @@ class WatchedEngine(NativeEngine):
             return
         first = int(is_different.nonzero()[0]) // 2
         if first == len(sums) - 1:
-            raise ZerolapError(self._describe_other_options())
+            raise ZerolapError(
+                f"{self._me}: the audit after update {self.num_updates} found that the optimizer's options differ between group ranks "
+                f"{self._other_option()}; schedulers and whatever else sets them must do the same on all ranks"
+            )
         if first < len(flats):
             where = f"bucket {first}, "
             suspects = [(name, param) for name, param in self._named_params if inside.get(param) == first]
@@ -153,15 +156,11 @@ class WatchedEngine(NativeEngine):
             f"{describe_drift([name for name, _ in suspects], said)}"
         )
 
-    def _describe_other_options(self) -> str:
-        said = all_gather_json(
-            describe_options(self._book.groups), group=self._group, what=f"{self._me}: naming options that differ"
-        )
-        ranks = [
-            (rank, difference) for rank, theirs in enumerate(said) if (difference := first_option(said[0], theirs))
-        ]
-        rank, difference = ranks[0] if ranks else (0, "options differed a moment ago, and no longer do")
-        return (
-            f"{self._me}: the audit after update {self.num_updates} found that the optimizer's options differ between group ranks 0 and "
-            f"{rank}: {difference}; schedulers and whatever else sets them must do the same on all ranks"
-        )
+    def _other_option(self) -> str:
+        what = f"{self._me}: naming options that differ"
+        said = all_gather_json(describe_options(self._book.groups), group=self._group, what=what)
+        for rank, theirs in enumerate(said):
+            difference = first_option(said[0], theirs)
+            if difference is not None:
+                return f"0 and {rank}: {difference}"
+        return "a moment ago, and no longer do"

@@ -30,7 +30,7 @@ class CpuGlooAdapter(Adapter):
     backend = "gloo"
     capabilities = Capabilities(
         futures_complete_at_enqueue=False,  # a future is done when a worker thread has moved the bytes
-        exact_cut=64,  # vector kernels and their scalar tails round differently; 64 held for every optimizer measured
+        exact_cut=64,  # vector kernels and their tails round differently; 64 held for every optimizer measured, on one thread
         has_float64=True,
         one_issue_order=False,  # messages of different groups have connections of their own
     )
