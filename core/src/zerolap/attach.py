@@ -194,7 +194,7 @@ def attach(
         if gathers == [Gather.LAZY] and (parts := compiled_parts(ddp)):
             raise ValueError(
                 f'gather="lazy" cannot wait inside what is compiled, which is {", ".join(parts[:5])}; use gather="eager" with '
-                "torch.compile"
+                "torch.compile and TorchScript"
             )
         return ["native", schedule, [each.value for each in gathers], str(precision), str(safety)]
 

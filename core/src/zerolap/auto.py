@@ -26,6 +26,7 @@ from zerolap.foresight import Profile, agree, profile, seconds_by_size
 from zerolap.logs import logger_of
 from zerolap.machine import Gather, Schedule
 from zerolap.native import NativeEngine
+from zerolap.rereads import is_compiled
 from zerolap.taking import take
 from zerolap.tracing import Moment
 
@@ -243,12 +244,8 @@ class Tuner:
 
 
 def compiled_parts(ddp: DistributedDataParallel) -> list[str]:
-    """The names of modules that are compiled: what is compiled cannot wait for a parameter."""
-    return [
-        name or "ddp itself"
-        for name, module in ddp.named_modules()
-        if module._compiled_call_impl is not None or "_orig_mod" in module._modules
-    ]
+    """The names of modules that are compiled, and so cannot wait for a parameter."""
+    return [name or "ddp itself" for name, module in ddp.named_modules() if is_compiled(module)]
 
 
 def _nobody() -> Callable[[nn.Module, Any], None]:

@@ -41,6 +41,7 @@ from zerolap.shards import (
     FlatParams,
     GradSlot,
     LocalOptimizer,
+    Marks,
     ShardBook,
     stand_in_for,
 )
@@ -97,6 +98,7 @@ class Installed:
     flat: FlatParams
     planned: BucketPlan
     shard: BucketShard | None
+    marks: Marks | None
     used: list[bool] | None = None
 
 
@@ -164,8 +166,8 @@ class Engine(ABC):
         # Gathers under way: started by the lane, waited for by the lane or by whoever uses a parameter first. The lock is
         # held while waiting, so that nobody takes a gather that another thread waits for as finished.
         self._gathers: dict[int, Pending] = {}
-        # Of the parameters of lazy gathers that nobody has waited for, when they began. See [Note: writes that come too early].
-        self._versions: dict[int, list[int]] = {}
+        # Versions and marks of lazy gathers' parameters, when they began. See [Note: writes that come too early].
+        self._sealed: dict[int, tuple[list[int], Tensor | None]] = {}
         self._gather_lock = threading.Lock()
 
         self._on_lane: dict[Verb, Callable[[Any], None]] = {
@@ -197,6 +199,10 @@ class Engine(ABC):
     @abstractmethod
     def _make_shard(self, recorded: Recorded, flat: FlatParams, owned: Sequence[Piece]) -> BucketShard:
         """This rank's part of a bucket, given what it owns of it."""
+
+    def _mark(self, recorded: Recorded, flat: FlatParams, owned: Sequence[Piece]) -> Marks | None:
+        """Elements of what this rank owns of a bucket that nothing but a mistake changes while it is gathered."""
+        return None
 
     @abstractmethod
     def _start_gather(self, index: int, installed: Installed) -> Pending:
@@ -326,26 +332,36 @@ class Engine(ABC):
                 if self._failure is None:
                     self._failure = self._explained(error)
                 raise self._failure from error
-            versions = self._versions.pop(index, None)
-            if versions is not None and versions != list(map(_version_of, self._installed[index].flat.params)):
-                self._refuse_early_write(index, versions)
+            sealed = self._sealed.pop(index, None)
+            if sealed is not None:
+                versions, values = sealed
+                flat, marks = self._installed[index].flat, self._installed[index].marks
+                if versions != list(map(_version_of, flat.params)) or (
+                    marks is not None and values is not None and not torch.equal(values, marks.read())
+                ):
+                    self._refuse_early_write(index, versions, values)
             if self._lane.is_caller():
                 if self.gather is Gather.EAGER:
                     self.watch.ended.append(perf_counter())
                 del self._gathers[index]  # or else the lane or another stream has waited, and the next one must, too
 
-    def _refuse_early_write(self, index: int, versions: Sequence[int]) -> None:
+    def _refuse_early_write(self, index: int, versions: Sequence[int], values: Tensor | None) -> None:
         """[Note: writes that come too early] Who reaches a parameter through its module or its optimizer waits for it, but
         a reference that somebody holds does not. What is written by it while the gather is under way is overwritten on some
         ranks and sent on by others. Autograd counts writes, and ours are all done when a gather begins: whoever waits first
-        finds out. Writes by ``param.data`` are not counted.
+        finds out. Writes by ``param.data``, NumPy and torch's fused optimizers are not counted, but as a rule change some of
+        the marks, elements that this rank owns. Marks can be read where values are at hand on the host.
         """
-        params = self._installed[index].flat.params
-        written = [self._name_of(p) for p, version in zip(params, versions, strict=True) if p._version != version]
+        installed = self._installed[index]
+        written = {p for p, version in zip(installed.flat.params, versions, strict=True) if p._version != version}
+        if installed.marks is not None and values is not None:
+            changed = (values != installed.marks.read()).tolist()
+            written |= {p for p, is_changed in zip(installed.marks.params, changed, strict=True) if is_changed}
+        names = [self._name_of(param) for param in installed.flat.params if param in written]
         self._failure = failure = self._explained(
             ZerolapError(
                 f"{self._me}, bucket {index}: parameters were written between their update and the end of their gather, which "
-                f"is lost on some ranks and not on others: {', '.join(written[:5])}. Reach them through their modules or "
+                f"is lost on some ranks and not on others: {', '.join(names[:5])}. Reach them through their modules or "
                 "optimizer.param_groups, which wait, or call handle.finish() before you write by references of your own, or use "
                 'gather="eager"'
             )
@@ -597,7 +613,11 @@ class Engine(ABC):
             if self.gather is Gather.EAGER:
                 self.watch.begun.append(perf_counter())
             else:
-                self._versions[index] = list(map(_version_of, installed.flat.params))
+                marks = installed.marks
+                self._sealed[index] = (
+                    list(map(_version_of, installed.flat.params)),
+                    None if marks is None else marks.read(),
+                )
             try:
                 self._gathers[index] = self._start_gather(index, installed)
             except ZerolapError:
@@ -675,7 +695,8 @@ class Engine(ABC):
                     flat = FlatParams(recorded.params)
                 owned = planned.owned_by(book.rank)
                 shard = self._make_shard(recorded, flat, owned) if owned else None
-                self._installed.append(Installed(flat=flat, planned=planned, shard=shard))
+                marks = self._mark(recorded, flat, owned)
+                self._installed.append(Installed(flat=flat, planned=planned, shard=shard, marks=marks))
                 if shard is not None:
                     shard.local.inherit(older)
                     arriving.append(shard.local)

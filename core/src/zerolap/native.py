@@ -21,7 +21,7 @@ from zerolap.machine import Phase
 from zerolap.parts import Parts
 from zerolap.pending import Pending
 from zerolap.plan import EqualRanges, Layout, Piece, Plan, Policy, Slot
-from zerolap.shards import BucketShard, FlatParams, GradSlot, ShardBook, stand_in_for
+from zerolap.shards import BucketShard, FlatParams, GradSlot, Marks, ShardBook, stand_in_for
 from zerolap.workload import Param, Workload
 
 SEARCH = "search for gradients that are not finite"
@@ -226,6 +226,13 @@ class NativeEngine(Engine):
             slots.append(GradSlot(place, tuple(memory.shape), memory.stride(), offset))
         local = self._book.make_local(stand_ins, params=params if has_masters else None)
         return BucketShard(stand_ins=list(stand_ins.values()), slots=slots, local=local)
+
+    def _mark(self, recorded: Recorded, flat: FlatParams, owned: Sequence[Piece]) -> Marks | None:
+        is_rounded = self._precision.gather_dtype not in (None, flat.buffer.dtype)  # what is owned, too
+        if self._adapter.capabilities.futures_complete_at_enqueue or is_rounded:
+            return None
+        place_of = {index: place for place, index in enumerate(recorded.indices)}
+        return flat.mark([(place_of[piece.param], piece.start, piece.stop) for piece in owned])
 
     def _start_gather(self, index: int, installed: Installed) -> Pending:
         pending = self.watch.start("gather", index, self._gather_side, self._all_gathers[index].start)

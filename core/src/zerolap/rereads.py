@@ -124,7 +124,7 @@ class Rereads:
             return
         self._num_left -= 1
         modules = list(self._module.modules())
-        if not any(map(_is_compiled, modules)):
+        if not any(map(is_compiled, modules)):
             self.is_watching = True
             for module in modules:
                 if module._parameters:
@@ -171,6 +171,10 @@ def _is_recomputing() -> bool:
     return False
 
 
-def _is_compiled(module: nn.Module) -> bool:
-    """Compiled code looks at a module's parameters when it is made, not when it runs."""
-    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module is compiled, by torch.compile or TorchScript: its code looks at parameters when it is made, not when it runs."""
+    return (
+        isinstance(module, torch.jit.ScriptModule)
+        or module._compiled_call_impl is not None
+        or "_orig_mod" in module._modules
+    )

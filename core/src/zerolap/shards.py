@@ -31,6 +31,17 @@ WITH_FUSED = frozenset({torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, to
 MASTER = "master_weight"  # a piece's master in its state, when it travels or is saved
 
 
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
+_MARKS_PER_PIECE = 16
+
+
+class Marks(NamedTuple):
+    """Some elements of what a rank owns of a bucket: by their values writes are found that nobody counts."""
+
+    read: Callable[[], Tensor]  # as integers: even NaN is equal to itself
+    params: Sequence[Tensor]  # whose elements they are
+
+
 class FlatParams:
     """Some parameters of one device and dtype in one buffer.
 
@@ -68,6 +79,21 @@ class FlatParams:
     def piece(self, place: int, start: int, stop: int) -> Tensor:
         """Elements of one parameter, in memory order."""
         return self.buffer[self._starts[place] + start : self._starts[place] + stop]
+
+    def mark(self, pieces: Sequence[tuple[int, int, int]]) -> Marks | None:
+        """Some elements of each piece, which is the place of a parameter, a start and a stop; None if there are none."""
+        bits = _INTEGERS.get(self.buffer.element_size())
+        places, params = [], []
+        for place, start, stop in pieces:
+            last = stop - start - 1
+            if last >= 0:
+                spread = sorted({start + last * i // _MARKS_PER_PIECE for i in range(_MARKS_PER_PIECE + 1)})
+                places += [self._starts[place] + element for element in spread]
+                params += [self.params[place]] * len(spread)
+        if bits is None or not places:
+            return None
+        at = torch.tensor(places, device=self.buffer.device)
+        return Marks(partial(torch.index_select, self.buffer.view(bits), 0, at), params)
 
     def _position(self, element: int) -> int:
         if element == self._unpadded[-1]:
