@@ -190,18 +190,20 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all parameters; unlike torch's own it waits for no parameter that is on its way."""
-        grads = [(param, param.grad) for param in self._book.params if param.grad is not None]
-        if set_to_none:
-            for param, _ in grads:
-                param.grad = None
-            return
-        for _, grad in grads:
-            if grad.grad_fn is None:
-                grad.requires_grad_(False)
-            else:
-                grad.detach_()
-        if grads:
-            torch._foreach_zero_([grad for _, grad in grads])
+        kept: list[Tensor] = []
+        for group in self.param_groups:
+            for param in params_of(group):
+                grad = param.grad
+                if grad is None or set_to_none:
+                    param.grad = None
+                    continue
+                if grad.grad_fn is None:
+                    grad.requires_grad_(False)
+                else:
+                    grad.detach_()
+                kept.append(grad)
+        if kept:
+            torch._foreach_zero_(kept)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
