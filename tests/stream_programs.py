@@ -199,6 +199,39 @@ def handled(make: Callable[[], zerolap.Adapter]) -> dict[str, Any]:
     }
 
 
+def written(make: Callable[[], zerolap.Adapter]) -> tuple[float, list[int], str]:
+    """Lazy gathers, and parameters clamped after every step through the optimizer's groups, against the plain optimizer; bytes that
+    a parameter's storage has beyond its own; and what becomes of a write by a reference that was held."""
+    group, results = device_group(), []
+    for ours in (False, True):
+        device = sim_device() if ours else torch.device("cpu")
+        ddp = DDP(small_model().to(device), process_group=group, bucket_cap_mb=0.02)
+        held = list(ddp.parameters())
+        optimizer: Any = torch.optim.SGD(held, **SGD)
+        if ours:
+            optimizer = zerolap.ZeroRedundancyOptimizer(
+                held, torch.optim.SGD, process_group=group, overlap_with_ddp=True, **SGD
+            )
+            zerolap.attach(ddp, optimizer, gather="lazy", adapter=make())
+        for step in range(5):
+            x, y = small_batch(step, device)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(ddp(x), y).backward()
+            optimizer.step()
+            for given in optimizer.param_groups:
+                for param in given["params"]:
+                    param.data.clamp_(-0.1, 0.1)
+        results.append([param.detach().cpu().clone() for param in ddp.module.parameters()])
+    beyond = [param.untyped_storage().nbytes() - param.nbytes for param in ddp.module.parameters()]
+    nn.functional.cross_entropy(ddp(x), y).backward()
+    torch._foreach_mul_([param.detach() for param in held], 0.5)
+    try:
+        ddp(x)
+    except zerolap.ZerolapError as error:
+        return largest_difference(*results), beyond, str(error)
+    return largest_difference(*results), beyond, ""
+
+
 class SometimesUnused(nn.Module):
     """In every other iteration a layer is left out, on some ranks."""
 

@@ -32,6 +32,7 @@ from stream_programs import (
     train_fsdp2,
     train_transformer,
     with_unused,
+    written,
 )
 from zerolap_ascend_hccl import AscendHcclAdapter
 from zerolap_conformance.ranks import run_ranks, try_ranks
@@ -100,6 +101,14 @@ def test_both_hooks_are_right_and_ordered() -> None:
 def test_master_weights_and_dtypes_on_the_wire_are_ordered(schedule: str, gather: str) -> None:
     for worst, reports in run_ranks(2, on_device, precisions, zerolap_sim.SimAdapter, schedule, gather):
         assert (worst, reports) == (0, [])
+
+
+def test_parameters_reached_through_the_optimizer_are_waited_for_and_early_writes_refused() -> None:
+    for (difference, beyond, error), reports in run_ranks(2, on_device, written, zerolap_sim.SimAdapter):
+        assert difference == 0
+        assert set(beyond) == {0}, "a parameter's storage is not its own"
+        assert "between their update and the end of their gather" in error
+        assert all("'mul' on" in report for report in reports), reports  # the early write itself
 
 
 class WithoutFloat64(zerolap_sim.SimAdapter):
