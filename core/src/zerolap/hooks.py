@@ -229,7 +229,7 @@ def guarded(ddp: DistributedDataParallel, on_bucket: Hook, *, adapter: Adapter, 
                 'collectives in another order than the others; use schedule="after_backward" or hook_with_zero_step'
             )
         future = on_bucket(state, bucket)
-        if rereads.is_watching or bucket.index() == 0:
+        if rereads.is_watching or (bucket.index() == 0 and engine.schedule is not Schedule.ON_STEP):
             rereads.bucket_ready(bucket)
         return future
 

@@ -90,7 +90,7 @@ class Rereads:
         self._undo: list[Callable[[], object]] = []
 
     def bucket_ready(self, bucket: GradBucket) -> None:
-        """To be told of the first bucket of every backward, and while this is watching of all, once the engine has taken them."""
+        """To be told of buckets that the engine has taken: the first of every backward with updates inside, and all while watching."""
         index, is_last = bucket.index(), bucket.is_last()
         if index == 0:
             self._begin()
@@ -114,8 +114,9 @@ class Rereads:
         self._is_updating = False
 
     def _begin(self) -> None:
-        self.end()  # of a backward that was not finished
         engine = self._engine
+        if self.is_watching:
+            self.end()  # of a backward that was not finished
         if engine.schedule is Schedule.ON_STEP or engine.phase is Phase.DDP_HAS_REBUILT_BUCKETS:
             return  # nothing is updated inside this backward, or nothing before its end
         if engine._plan is not self._plan:
