@@ -213,7 +213,7 @@ def _file(folder: Path, **changes: Any) -> Path:
         ({"clock": "left out"}, "is damaged: KeyError: 'clock'"),
         ({"spans": [["sleep", 0, 0, 1, 1, None]]}, "is damaged: ValueError: no such span"),
         ({"spans": [["reduce", 0, 5, 1, 1, None]]}, "is damaged: ValueError: no such span"),
-        ({"spans": [["reduce", 0]]}, "is damaged: TypeError"),
+        ({"spans": [["reduce", 0]]}, "is damaged: ValueError: no such span"),
         ({"rank": 7}, "is damaged: ValueError: rank 7 is none of"),
     ],
 )

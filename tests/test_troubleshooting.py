@@ -20,7 +20,7 @@ WORDLESS = {
     "core/src/zerolap/engine.py: …, …: …: …": "…, …: …: …",
     "core/src/zerolap/engine.py: …: …: …": "…, …: …: …",
     "core/src/zerolap/engine.py: …": None,
-    "core/src/zerolap_cli/given.py: text": None,  # caught there, and said in words
+    "core/src/zerolap_cli/app.py: …": None,  # what the system said of a file
     "core/src/zerolap_cli/plan.py: str(error).strip().splitlines()[-1]": None,  # what a rank has said
 }
 

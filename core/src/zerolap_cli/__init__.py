@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 
 
@@ -10,4 +11,9 @@ def main() -> None:
         from zerolap_cli.app import app
     except ModuleNotFoundError as missing:
         sys.exit(f"zerolap: the command line needs {missing.name!r}; install it by: pip install 'zerolap[cli]'")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(
+                errors="backslashreplace"
+            )  # names of files need not be text, and not all terminals show all text
     app()

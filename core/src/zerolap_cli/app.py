@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+
+from zerolap_cli.numbers import number, whole_number
+from zerolap_timeline.untrusted import printable
 
 app = typer.Typer(
     name="zerolap",
@@ -31,8 +37,38 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead, for pr
 
 def fail(message: str, code: int = 1) -> typer.Exit:
     """Say what is wrong, and give what to raise."""
-    err.print("[red]zerolap:[/red]", escape(message))
+    err.print("[red]zerolap:[/red]", shown(message))
     return typer.Exit(code)
+
+
+def shown(text: object) -> str:
+    """Words of files, of other processes and of users, as a terminal may show them."""
+    return escape(printable(text))
+
+
+def _plainly(command: Callable[..., None]) -> Callable[..., None]:
+    """Failures that a user can cause end in a sentence, never in a traceback: what the system refuses, and what was not foreseen."""
+
+    @functools.wraps(command)
+    def run(*given: Any, **options: Any) -> None:
+        try:
+            command(*given, **options)
+        except (typer.Exit, typer.Abort, typer.BadParameter, BrokenPipeError):
+            raise
+        except OSError as error:
+            named = f"{error.filename}: " if error.filename is not None else ""
+            raise fail(f"{named}{error.strerror or error}", code=2) from error
+        except MemoryError as error:
+            raise fail("this needs more memory than this process can have") from error
+        except Exception as error:
+            trace = error.__traceback__
+            while trace is not None and trace.tb_next is not None:
+                trace = trace.tb_next
+            place = f"{Path(trace.tb_frame.f_code.co_filename).name}, line {trace.tb_lineno}" if trace else "nowhere"
+            said = f"{type(error).__name__} in {place}: {error}"
+            raise fail(f"unexpected {said}. Please report it, with the command and the file it was given") from error
+
+    return run
 
 
 def need(*modules: str) -> None:
@@ -59,6 +95,7 @@ def main(
 
 
 @app.command()
+@_plainly
 def doctor(
     as_json: AsJson = False,
     is_tried: Annotated[
@@ -85,10 +122,11 @@ def doctor(
 
 
 @app.command()
+@_plainly
 def conformance(
     adapter: Annotated[str, typer.Option(help="The adapter under test: its name, or module:attribute that makes one.")],
-    nproc: Annotated[int, typer.Option(min=1, help="Ranks per requirement.")] = 2,
-    tier: Annotated[int, typer.Option(min=0, max=5, help="Try requirements up to this tier.")] = 3,
+    nproc: Annotated[int, typer.Option(parser=whole_number(1, 256), help="Ranks per requirement.")] = 2,
+    tier: Annotated[int, typer.Option(parser=whole_number(0, 5), help="Try requirements up to this tier.")] = 3,
     report: Annotated[Path | None, typer.Option(help="Write verdict.json, verdict.html and junit.xml there.")] = None,
     only: Annotated[
         str | None, typer.Option(help="Try only requirements like this, for example COL. No verdict.")
@@ -107,6 +145,10 @@ def conformance(
     _check_adapter(adapter)
     if report is not None and report.exists() and not report.is_dir():
         raise fail(f"--report {report} is a file, and a folder is needed", code=2)
+    if only is not None and not re.fullmatch(r"[A-Za-z0-9_ ()-]{1,200}", only):
+        raise fail(f"--only is a part of a requirement's name, for example COL, got {only[:200]!r}", code=2)
+    if report is not None:
+        _make_folder(report)
 
     with tempfile.TemporaryDirectory() as temporary:
         folder = report or (Path(temporary) if as_json else None)
@@ -121,19 +163,32 @@ def conformance(
             typer.echo((folder / "verdict.json").read_text())
     if code == pytest.ExitCode.NO_TESTS_COLLECTED:
         raise fail(f"no requirement up to tier {tier} is like {only!r}", code=2)
-    raise typer.Exit(int(code))
+    raise typer.Exit(_code(2 if code == pytest.ExitCode.USAGE_ERROR else int(code)))
+
+
+def _code(of_process: int) -> int:
+    """0, 1 and 2 mean something here; a process that was ended from outside has failed."""
+    return of_process if of_process in (0, 1, 2) else 1
+
+
+def _make_folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        raise fail(f"{path} cannot be made: {getattr(error, 'strerror', None) or error}", code=2) from error
 
 
 def _check_adapter(given: str) -> None:
     """End with code 2 if nothing goes by this name. What is there and broken is for the verdict to say."""
     from zerolap.registry import installed_adapters
+    from zerolap_cli.given import imported
 
     module, is_path, name = given.partition(":")
     if is_path:
         try:
-            is_there = hasattr(importlib.import_module(module), name)
-        except ModuleNotFoundError as error:
-            raise fail(f"--adapter {given} cannot be imported: {error}", code=2) from error
+            is_there = imported(given, "--adapter") is not None
+        except ValueError as error:
+            raise fail(str(error), code=2) from error
         if not is_there:
             raise fail(f"--adapter {given}: there is no {name!r} in {module}", code=2)
     elif given not in installed_adapters():
@@ -144,13 +199,17 @@ def _check_adapter(given: str) -> None:
 
 
 @app.command()
+@_plainly
 def plan(
-    world_size: Annotated[int, typer.Option(min=1, help="Ranks.")],
+    world_size: Annotated[int, typer.Option(parser=whole_number(1, 10**6), help="Ranks.")],
     model: Annotated[
         str | None, typer.Option(help="MODULE:CALLABLE that makes the model; no memory is taken for it.")
     ] = None,
     shapes: Annotated[Path | None, typer.Option(help="A JSON list of the parameters' shapes, in their order.")] = None,
-    params: Annotated[float | None, typer.Option(help="So many parameters, in a decoder's typical layers.")] = None,
+    params: Annotated[
+        float | None,
+        typer.Option(parser=number(0, 1e15), help="So many parameters, in a decoder's typical layers."),
+    ] = None,
     bandwidth: Annotated[str | None, typer.Option(help="Of a rank's link, each way, for example 100Gbit.")] = None,
     latency: Annotated[str | None, typer.Option(help="Of an exchange of nothing, for example 10us.")] = None,
     exchange: Annotated[
@@ -159,7 +218,9 @@ def plan(
     forward: Annotated[str | None, typer.Option(help="Time of forward, for example 0.12 or 120ms.")] = None,
     backward: Annotated[str | None, typer.Option(help="Time of backward.")] = None,
     flops: Annotated[str | None, typer.Option(help="Instead: operations a second reached, for example 150T.")] = None,
-    tokens: Annotated[int | None, typer.Option(min=1, help="With --flops: tokens of a rank in a step.")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(parser=whole_number(1, 10**12), help="With --flops: tokens of a rank in a step.")
+    ] = None,
     optimizer: Annotated[str, typer.Option(help="A class of torch.optim, or MODULE:CLASS.")] = "AdamW",
     optimizer_options: Annotated[str, typer.Option(help="Its options, as a JSON object.")] = "{}",
     param_dtype: Annotated[str | None, typer.Option(help="The parameters' dtype, if not the model's own.")] = None,
@@ -167,14 +228,18 @@ def plan(
     reduce_dtype: Annotated[str | None, typer.Option(help="As in attach.")] = None,
     gather_dtype: Annotated[str | None, typer.Option(help="As in attach.")] = None,
     bucket_cap_mb: Annotated[
-        float | None, typer.Option(min=0, help="As in DDP; 25, the first 1, if not given.")
+        float | None, typer.Option(parser=number(0, 1e6), help="As in DDP; 25, the first 1, if not given.")
     ] = None,
-    step_ns: Annotated[float | None, typer.Option(min=0, help="Time of the update of an element; 0.05.")] = None,
-    host_us: Annotated[float | None, typer.Option(min=0, help="Host time a bucket takes; 0.")] = None,
+    step_ns: Annotated[
+        float | None, typer.Option(parser=number(0, 1e9), help="Time of the update of an element; 0.05.")
+    ] = None,
+    host_us: Annotated[float | None, typer.Option(parser=number(0, 1e9), help="Host time a bucket takes; 0.")] = None,
     cpu_ns_per_byte: Annotated[
-        float | None, typer.Option(min=0, help="CPU time a byte takes where the CPU computes, too; 0.")
+        float | None, typer.Option(parser=number(0, 1e9), help="CPU time a byte takes where the CPU computes, too; 0.")
     ] = None,
-    cores: Annotated[float | None, typer.Option(min=0.1, help="Cores of a rank that share all this; 1.")] = None,
+    cores: Annotated[
+        float | None, typer.Option(parser=number(0.1, 1e6), help="Cores of a rank that share all this; 1.")
+    ] = None,
     changes_gradients: Annotated[
         bool, typer.Option("--clip", help="Gradients are clipped, unscaled or skipped before the update.")
     ] = False,
@@ -198,7 +263,7 @@ def plan(
 
     try:
         if exchange not in (pattern.value for pattern in Pattern):
-            raise ValueError(f"--exchange is staged or ring, got {exchange!r}")
+            raise ValueError(f"--exchange is staged or ring, got {exchange[:200]!r}")
         wanted = Wanted(
             model=model,
             shapes=shapes,
@@ -238,6 +303,7 @@ def plan(
 
 
 @app.command()
+@_plainly
 def new_adapter(
     name: Annotated[str, typer.Argument(help="A short name in lower case, for example acme.")],
     device_type: Annotated[str | None, typer.Option(help="As in torch.device(...); the name if not given.")] = None,
@@ -260,11 +326,12 @@ def new_adapter(
         typer.echo(json.dumps({"written": [str(path) for path in written]}))
         return
     for path in written:
-        typer.echo(f"written: {path}")
-    typer.echo(f"next: pip install {folder.absolute()} && zerolap conformance --adapter {name}")
+        typer.echo(f"written: {printable(path)}")
+    typer.echo(f"next: pip install {printable(folder.absolute())} && zerolap conformance --adapter {name}")
 
 
 @app.command()
+@_plainly
 def trace(
     paths: Annotated[
         list[Path], typer.Argument(help="Folders that handle.trace(path=...) has written to, or files of ranks.")
@@ -307,18 +374,19 @@ def trace(
     else:
         traces.show(found, out)
         for path in written:
-            out.print(f"written: {escape(str(path))}")
+            out.print(f"written: {shown(path)}")
     if found.run.missing:
-        err.print(f"[yellow]zerolap:[/yellow] no trace of rank {', '.join(map(str, found.run.missing))} was given")
+        few, more = found.run.missing[:20], len(found.run.missing) - 20
+        said = ", ".join(map(str, few)) + (f" and {more} others" if more > 0 else "")
+        err.print(f"[yellow]zerolap:[/yellow] no trace of rank {said} was given")
     if is_opened and page is not None and not traces.open_page(page):
-        err.print(
-            f"[yellow]zerolap:[/yellow] no browser could be started; open {escape(str(page.absolute()))} yourself"
-        )
+        err.print(f"[yellow]zerolap:[/yellow] no browser could be started; open {shown(page.absolute())} yourself")
 
 
 @app.command()
+@_plainly
 def demo(
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds of a few steps with each.")] = 15,
+    rounds: Annotated[int, typer.Option(parser=whole_number(1, 10**4), help="Rounds of a few steps with each.")] = 15,
     as_json: AsJson = False,
 ) -> None:
     """Train a small model on two ranks of this machine's CPU, with DDP + AdamW and with zerolap, and compare.
@@ -334,10 +402,11 @@ def demo(
         raise fail(str(error)) from error
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "zerolap_cli.demo", "--rounds", str(rounds), *(["--json"] if as_json else [])]
-    raise typer.Exit(subprocess.run(command, env={"OMP_NUM_THREADS": "1", **os.environ}).returncode)
+    raise typer.Exit(_code(subprocess.run(command, env={"OMP_NUM_THREADS": "1", **os.environ}).returncode))
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@_plainly
 def bench(context: typer.Context, as_json: AsJson = False) -> None:
     """Compare with DDP and with other sharded optimizers, by benchmarks/compare.py of the source tree.
 
@@ -357,7 +426,7 @@ def bench(context: typer.Context, as_json: AsJson = False) -> None:
         code = subprocess.run(command, stdout=sys.stderr if as_json else None).returncode
         if as_json and code == 0:
             typer.echo(Path(folder, "results.json").read_text())
-    raise typer.Exit(code)
+    raise typer.Exit(_code(code))
 
 
 checkpoints = typer.Typer(
@@ -367,6 +436,7 @@ app.add_typer(checkpoints)
 
 
 @checkpoints.command()
+@_plainly
 def inspect(
     path: Annotated[Path, typer.Argument(help="A checkpoint, or a folder of them: the latest one.")],
     as_json: AsJson = False,
@@ -389,20 +459,24 @@ def inspect(
     )
     for place, group in enumerate(found["param_groups"]):
         options = ", ".join(f"{key}={value}" for key, value in group.items() if key != "params")
-        out.print(f"group {place}: {group['params']} parameters; {escape(options)}")
-    out.print(f"state of each parameter: {', '.join(found['state_entries']) or 'none'}")
+        out.print(f"group {place}: {group['params']} parameters; {shown(options)}")
+    out.print(f"state of each parameter: {shown(', '.join(found['state_entries'])) or 'none'}")
     for param in found["parameters"]:
-        out.print(f"    {escape(param['name'])} {escape(str(tuple(param['shape'])))}")
+        out.print(f"    {shown(param['name'])} {shown(tuple(param['shape']))}")
     for name in found["buffers"]:
-        out.print(f"    {escape(name)} (buffer)")
+        out.print(f"    {shown(name)} (buffer)")
 
 
 @checkpoints.command()
+@_plainly
 def convert(
     source: Annotated[Path, typer.Argument(help="A sharded checkpoint (or a folder of them), or a file.")],
     target: Annotated[Path, typer.Argument(help="A file, or a folder for sharded checkpoints.")],
     step: Annotated[
-        int | None, typer.Option(min=0, help="The step of a new sharded checkpoint, if the file does not say.")
+        int | None,
+        typer.Option(
+            parser=whole_number(0, 10**18 - 1), help="The step of a new sharded checkpoint, if the file does not say."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -422,7 +496,7 @@ def convert(
     if not is_file and step is not None:
         raise fail("--step is for a file that does not say its step; a sharded checkpoint does", code=2)
     try:
-        with err.status(f"converting {source} ..."):
+        with err.status(f"converting {shown(source)} ..."):
             if is_file:
                 made = converting.from_file(source, target, step=step)
             else:
@@ -430,7 +504,7 @@ def convert(
                 made = target
     except (CheckpointError, OSError) as error:
         raise fail(str(error)) from error
-    typer.echo(json.dumps({"written": [str(made)]}) if as_json else f"written: {made}")
+    typer.echo(json.dumps({"written": [str(made)]}) if as_json else f"written: {printable(made)}")
 
 
 def _checkpoint_at(path: Path) -> Path:

@@ -13,6 +13,8 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
+from zerolap_timeline.untrusted import printable
+
 PACKAGES = ("torch", "zerolap", "zerolap-conformance")
 
 
@@ -84,16 +86,22 @@ def show(found: dict[str, Any], console: Console) -> None:
         return
     for adapter in found["adapters"]:
         why = adapter["why_unusable"]
-        usable = "[green]usable[/green]" if why is None else f"[yellow]not usable:[/yellow] {escape(why)}"
-        console.print(f"[bold]{adapter['name']}[/bold] ({adapter['device_type'] or 'unknown device'}): {usable}")
+        usable = "[green]usable[/green]" if why is None else f"[yellow]not usable:[/yellow] {_shown(why)}"
+        console.print(
+            f"[bold]{_shown(adapter['name'])}[/bold] ({_shown(adapter['device_type'] or 'unknown device')}): {usable}"
+        )
         for device in adapter.get("devices", ()):
-            console.print(f"    {escape(device)}")
+            console.print(f"    {_shown(device)}")
         if "tried" in adapter:
-            console.print(f"    trained on two ranks: {escape(adapter['tried'])}")
+            console.print(f"    trained on two ranks: {_shown(adapter['tried'])}")
         if "capabilities" in adapter:
             console.print("    " + ", ".join(f"{name}={value}" for name, value in adapter["capabilities"].items()))
         for advice in adapter.get("advice", ()):
-            console.print(f"    advice: {escape(advice)}")
+            console.print(f"    advice: {_shown(advice)}")
+
+
+def _shown(text: object) -> str:
+    return escape(printable(text))
 
 
 def attempt(adapter: str) -> str:
@@ -104,7 +112,7 @@ def attempt(adapter: str) -> str:
         try:
             spawn(_train, args=(adapter, str(Path(folder, "store"))), nprocs=2)  # type: ignore[no-untyped-call]  # torch's
         except Exception as error:
-            return str(error).strip().splitlines()[-1]
+            return (str(error).strip() or type(error).__name__).splitlines()[-1]
     return "ok"
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import json
 import math
-import operator
 import re
 import sys
 from dataclasses import dataclass
@@ -19,9 +17,20 @@ from torch.optim import Optimizer
 from zerolap.forecast import Pattern
 from zerolap.native import Precision
 from zerolap.sizing import Described, describe
+from zerolap_cli.numbers import in_units
+from zerolap_timeline.untrusted import parse_json, printable, read_json
 
 _PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+_RATES = {
+    f"{prefix}{unit}{per}": factor / (8 if unit in ("bit", "b") else 1)
+    for prefix, factor in _PREFIXES.items()
+    for unit in ("", "bit", "b", "B")
+    for per in ("", "/s", "ps")
+}
 _TIMES = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+LARGEST_MODEL = 1e15  # parameters
+_LARGEST_SHAPES = 2**26  # bytes of a file
+_MOST_TENSORS = 100_000
 _HEAD_WIDTH = 128  # of attention
 _SMALLEST = 10_000  # parameters of a pattern
 
@@ -59,47 +68,19 @@ class Wanted:
 
 def to_bytes_per_second(text: str) -> float:
     """Of "100Gbit", "12.5GB" or "1e9": bits or bytes a second."""
-    found = re.fullmatch(r"\s*([\d.eE+-]+)\s*([kMGTP]?)(bit|b|B)?(?:/s|ps)?\s*", text)
-    try:
-        if found is None:
-            raise ValueError(text)
-        number, prefix, unit = found.groups()
-        rate = float(number) * _PREFIXES[prefix] / (8 if unit in ("bit", "b") else 1)
-    except ValueError as error:
-        raise ValueError(f"a bandwidth is like 100Gbit, 1000Mbit or 12.5GB a second, got {text!r}") from error
-    if not 0 < rate < math.inf:
-        raise ValueError(f"a bandwidth is more than nothing, and finite, got {text!r}")
-    return rate
+    what = "a bandwidth is like 100Gbit, 1000Mbit or 12.5GB a second: bytes"
+    return in_units(text, _RATES, low=1.0, high=1e18, what=what)
 
 
 def to_operations_per_second(text: str) -> float:
     """Of "150T" or "1.5e14"."""
-    found = re.fullmatch(r"\s*([\d.eE+-]+)\s*([kMGTP]?)\s*", text)
-    try:
-        if found is None:
-            raise ValueError(text)
-        rate = float(found[1]) * _PREFIXES[found[2]]
-        if not 0 < rate < math.inf:
-            raise ValueError(text)
-    except ValueError as error:
-        raise ValueError(
-            f"--flops is a number of operations a second, for example 150T or 1.5e14, got {text!r}"
-        ) from error
-    return rate
+    what = "--flops is a number of operations a second, for example 150T or 1.5e14"
+    return in_units(text, _PREFIXES, low=1.0, high=1e24, what=what)
 
 
 def to_seconds(text: str) -> float:
     """Of "10us", "5ms", or "0.12" in seconds."""
-    found = re.fullmatch(r"\s*([\d.eE+-]+?)\s*(s|ms|us|ns)?\s*", text)
-    try:
-        if found is None:
-            raise ValueError(text)
-        seconds = float(found[1]) * _TIMES[found[2] or ""]
-    except ValueError as error:
-        raise ValueError(f"a time is like 0.12, 120ms or 10us, got {text!r}") from error
-    if not 0 <= seconds < math.inf:
-        raise ValueError(f"a time is not negative, got {text!r}")
-    return seconds
+    return in_units(text, _TIMES, low=0.0, high=1e9, what="a time is like 0.12, 120ms or 10us: seconds")
 
 
 def params_of(wanted: Wanted) -> list[Described]:
@@ -120,48 +101,68 @@ def params_of(wanted: Wanted) -> list[Described]:
 
 
 def make_model(path: str, *, device: str) -> nn.Module:
-    with torch.device(device):
-        made = attribute(path, "--model")()
+    made_by = attribute(path, "--model")
+    try:
+        with torch.device(device):
+            made = made_by()
+    except Exception as error:  # it is the user's code: what it raises is for the user to know
+        raise ValueError(f"--model {path} fails: {type(error).__name__}: {printable(error)}") from error
     if not isinstance(made, nn.Module):
         raise ValueError(f"--model {path} makes a {type(made).__name__}, not a torch.nn.Module")
     return made
 
 
 def attribute(path: str, option: str) -> Any:
+    found = imported(path, option)
+    if not callable(found):
+        module, _, name = path.partition(":")
+        raise ValueError(f"{option} {path}: {module} has no callable {name!r}")
+    return found
+
+
+def imported(path: str, option: str) -> Any:
+    """What MODULE:NAME names, None if the module has no such thing; ValueError if the module cannot be imported."""
+    if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", path) or len(path) > 1000:
+        raise ValueError(f"{option} is MODULE:CALLABLE, for example train:make_model, got {path[:200]!r}")
     module, _, name = path.partition(":")
-    if not name:
-        raise ValueError(f"{option} is MODULE:CALLABLE, for example train:make_model, got {path!r}")
     if "" not in sys.path:
         sys.path.insert(0, "")  # what lies here, as with `python -m`
     try:
-        found = importlib.import_module(module)
+        return getattr(importlib.import_module(module), name, None)
     except ModuleNotFoundError as error:
-        raise ValueError(f"{option} {path}: {error}; run this where it can be imported") from error
-    if not callable(getattr(found, name, None)):
-        raise ValueError(f"{option} {path}: {module} has no callable {name!r}")
-    return getattr(found, name)
+        raise ValueError(f"{option} {path} cannot be imported: {error}; run this where it can be") from error
+    except (Exception, SystemExit) as error:  # the module's own: it is the user who named it
+        raise ValueError(f"{option} {path} cannot be imported: {type(error).__name__}: {printable(error)}") from error
 
 
 def _from_shapes(path: Path) -> list[Described]:
     expected = "a JSON list of shapes such as [[512, 512], [512]], or an object of them by name, in the order of use"
     try:
-        held = json.loads(path.read_text())
-        shapes = [
-            [operator.index(size) for size in shape] for shape in (held.values() if isinstance(held, dict) else held)
-        ]
+        held = read_json(path, largest=_LARGEST_SHAPES, follows_links=True)
+        shapes = [_shape(each) for each in (held.values() if isinstance(held, dict) else held)]
     except OSError as error:
-        raise ValueError(f"--shapes {path}: {error.strerror}") from error
+        raise ValueError(f"--shapes {printable(path, 300)}: {error.strerror or error}") from error
     except (ValueError, TypeError) as error:
-        raise ValueError(f"--shapes {path} must hold {expected}: {error}") from error
-    if any(size < 0 for shape in shapes for size in shape):
-        raise ValueError(f"--shapes {path}: a size is negative")
+        raise ValueError(f"--shapes {printable(path, 300)} must hold {expected}: {printable(error, 300)}") from error
+    if len(shapes) > _MOST_TENSORS:
+        raise ValueError(f"--shapes {path} has {len(shapes)} tensors; a forecast is for at most {_MOST_TENSORS}")
+    if not sum(map(math.prod, shapes)) <= LARGEST_MODEL:
+        raise ValueError(f"--shapes {path} has more than {LARGEST_MODEL:g} parameters")
     return [Described(tuple(shape), torch.float32, float(math.prod(shape))) for shape in shapes]
+
+
+def _shape(sizes: Any) -> list[int]:
+    if type(sizes) is not list or len(sizes) > 64 or not all(type(each) is int and 0 <= each <= 1e15 for each in sizes):
+        raise TypeError("a shape is a list of whole numbers that are not negative")
+    return sizes
 
 
 def typical(num_params: float) -> list[Described]:
     """A decoder-only transformer of so many parameters: a layer for every 128 of its width, and two tables for words."""
-    if not _SMALLEST <= num_params < math.inf:
-        raise ValueError(f"--params is a number from {_SMALLEST} on, for example 7e9, got {num_params:g}")
+    if not _SMALLEST <= num_params <= LARGEST_MODEL:
+        raise ValueError(
+            f"--params is a number from {_SMALLEST} on, to {LARGEST_MODEL:g}, for example 7e9, got {num_params:g}"
+        )
     width = max(16, int((num_params * _HEAD_WIDTH / 12) ** (1 / 3)) // 16 * 16)
     num_layers = max(1, width // _HEAD_WIDTH)
     layer = [(width,), (3 * width, width), (width, width), (width,), (4 * width, width), (width, 4 * width)]
@@ -177,17 +178,17 @@ def typical(num_params: float) -> list[Described]:
 def optimizer_class_of(name: str) -> type[Optimizer]:
     found = attribute(name, "--optimizer") if ":" in name else getattr(torch.optim, name, None)
     if not (isinstance(found, type) and issubclass(found, Optimizer)) or found is Optimizer:
-        raise ValueError(f"--optimizer is a class of torch.optim or MODULE:CLASS, got {name!r}")
+        raise ValueError(f"--optimizer is a class of torch.optim or MODULE:CLASS, got {name[:200]!r}")
     return found
 
 
 def json_object(text: str, option: str) -> dict[str, Any]:
     try:
-        held = json.loads(text)
+        held = parse_json(text)
     except ValueError as error:
         raise ValueError(f"{option} is a JSON object, for example '{{\"lr\": 0.1}}': {error}") from error
     if not isinstance(held, dict):
-        raise ValueError(f"{option} is a JSON object, for example '{{\"lr\": 0.1}}', got {text!r}")
+        raise ValueError(f"{option} is a JSON object, for example '{{\"lr\": 0.1}}', got {text[:200]!r}")
     return held
 
 
@@ -195,7 +196,7 @@ def dtype_of(name: str | None) -> torch.dtype | None:
     found = getattr(torch, name, None) if name is not None else None
     if name is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
         raise ValueError(
-            f"a dtype is float32, bfloat16, float16 or another of torch's floating-point ones, got {name!r}"
+            f"a dtype is float32, bfloat16, float16 or another of torch's floating-point ones, got {name[:200]!r}"
         )
     return found
 

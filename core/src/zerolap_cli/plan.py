@@ -37,6 +37,7 @@ from zerolap_cli.given import (
     to_operations_per_second,
     to_seconds,
 )
+from zerolap_timeline.untrusted import printable
 
 NUM_CALIBRATED = 2  # ranks of this machine
 _STEP_SECONDS_PER_ELEMENT = 5e-11  # unless it is given: 28 bytes of memory traffic at 560 GB/s
@@ -85,7 +86,10 @@ def plan(wanted: Wanted, *, say: Callable[[str], None]) -> Planned:
 
 
 def _link_and_compute(wanted: Wanted, measured: Measured | None, work: float) -> tuple[Link, Compute]:
-    """What was measured, with what was said in its place."""
+    """What was measured, with what was said in its place. All that was said is looked at, also what another option replaces."""
+    speed = None if wanted.flops is None else to_operations_per_second(wanted.flops)
+    forward = None if wanted.forward is None else to_seconds(wanted.forward)
+    backward = None if wanted.backward is None else to_seconds(wanted.backward)
     cores = wanted.cores or (max(1.0, (os.cpu_count() or 1) / NUM_CALIBRATED) if measured else 1.0)
     if measured is not None:
         link, compute = calibrate(measured, cores=cores)
@@ -107,11 +111,11 @@ def _link_and_compute(wanted: Wanted, measured: Measured | None, work: float) ->
         compute = replace(compute, host_seconds_per_bucket=1e-6 * wanted.host_us)
     if wanted.cpu_ns_per_byte is not None:
         compute = replace(compute, cpu_seconds_per_byte=1e-9 * wanted.cpu_ns_per_byte)
-    if wanted.forward is not None and wanted.backward is not None:
-        compute = replace(compute, forward=to_seconds(wanted.forward), backward=to_seconds(wanted.backward))
-    elif wanted.flops is not None and wanted.tokens is not None:
+    if forward is not None and backward is not None:
+        compute = replace(compute, forward=forward, backward=backward)
+    elif speed is not None and wanted.tokens is not None:
         # Two operations for each parameter and token forward, twice as many backward.
-        seconds = 2 * work * wanted.tokens / to_operations_per_second(wanted.flops)
+        seconds = 2 * work * wanted.tokens / speed
         compute = replace(compute, forward=seconds, backward=2 * seconds)
     elif measured is None or wanted.forward or wanted.backward or wanted.flops or wanted.tokens:
         raise ValueError(
@@ -130,6 +134,7 @@ def _measured(wanted: Wanted) -> Measured:
         raise ValueError(
             "--calibrate needs --model and --batch MODULE:CALLABLE, which returns what the model is called with"
         )
+    attribute(wanted.batch, "--batch")  # for its refusal: sooner, and in clearer words, than from another process
     from torch.multiprocessing.spawn import ProcessRaisedException, spawn
 
     with tempfile.TemporaryDirectory() as folder:
@@ -221,7 +226,7 @@ def show(planned: Planned, console: Console) -> None:
     ddp = planned.forecasts[0]
     console.print(
         f"{planned.workload.numel:,} parameters in {len(planned.workload.params):,} tensors and {len(planned.workload.layout):,} "
-        f"buckets, {escape(wanted.optimizer)}, on {wanted.world_size:,} ranks"
+        f"buckets, {escape(printable(wanted.optimizer))}, on {wanted.world_size:,} ranks"
     )
     console.print(
         f"link {_si(8 * link.bytes_per_second)}bit/s, latency {_si(link.latency)}s, exchanges {link.pattern.value}; forward "

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from zerolap_timeline import Run, Verdict, judge, merge, read, to_chrome, to_html
+from zerolap_timeline.untrusted import printable
 from zerolap_timeline.verdict import format_ms
 
 _NUM_EXPOSURES = 5
@@ -47,12 +48,15 @@ def examine(paths: Sequence[Path]) -> Found:
 
 def write(path: Path, text: str) -> Path:
     """Write a file whole, or leave what is there."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    except ValueError as error:
+        raise OSError(f"{printable(path)} cannot be written: it is no name of a file") from error
     try:
         unfinished.write_text(text, encoding="utf-8")
         unfinished.replace(path)
     except OSError as error:
-        raise OSError(f"{path} cannot be written: {error.strerror or error}") from error
+        raise OSError(f"{printable(path)} cannot be written: {error.strerror or error}") from error
     finally:
         unfinished.unlink(missing_ok=True)
     return path
@@ -61,7 +65,7 @@ def write(path: Path, text: str) -> Path:
 def show(found: Found, console: Console) -> None:
     """For people."""
     verdict, num_ranks = found.verdict, len(found.run.traces)
-    console.print(f"[bold]{escape(str(verdict))}[/bold]")
+    console.print(f"[bold]{escape(printable(verdict))}[/bold]")
     if verdict.hidden_percent is not None:
         late = f", {format_ms(verdict.late_ms)} of it because other ranks come later" if verdict.late_ms else ""
         console.print(
@@ -71,10 +75,10 @@ def show(found: Found, console: Console) -> None:
         )
     for each in verdict.exposures[:_NUM_EXPOSURES]:
         said = f"{each.what}: {each.where} (rank {each.worst_rank} most)"
-        console.print(f"    {format_ms(each.milliseconds_per_update):>9}  {escape(said)}")
+        console.print(f"    {format_ms(each.milliseconds_per_update):>9}  {escape(printable(said))}")
     if any(trace.is_simulated for trace in found.run.traces):
         console.print("[yellow]on a simulated device, which says nothing about a real one[/yellow]")
-    console.print(f"[dim]{escape(found.run.clock)}[/dim]")
+    console.print(f"[dim]{escape(printable(found.run.clock))}[/dim]")
 
 
 def open_page(path: Path) -> bool:

@@ -52,7 +52,7 @@ def tracks(spans: Sequence[Span]) -> list[list[Span]]:
                 stack.pop()
         nests = _LANE_OF.get(span.kind) == "training"
         fitting = (i for i, stack in enumerate(stacks) if not stack or (nests and span.end <= stack[-1]))
-        place = next(fitting, len(stacks))
+        place = next(fitting, min(len(stacks), _MAX_TRACKS - 1))
         if place == len(stacks):
             found.append([])
             stacks.append([])

@@ -7,7 +7,7 @@ message between ranks: a trace can be begun by any of them, at any time.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -30,8 +30,8 @@ def merge(traces: Sequence[RankTrace]) -> Run:
     for trace in traces:
         if (trace.run, trace.ranks) != (first.run, first.ranks):
             raise TraceError(f"ranks {first.rank} and {trace.rank} are of different runs; give the files of one run")
-    ranks = [trace.rank for trace in traces]
-    if twice := sorted({rank for rank in ranks if ranks.count(rank) > 1}):
+    counts = Counter(trace.rank for trace in traces)
+    if twice := sorted(rank for rank, count in counts.items() if count > 1):
         raise TraceError(f"rank {twice[0]} was given twice; give one file for each rank")
     updates = {trace.rank: {span.update for span in trace.spans if span.kind == "step"} for trace in traces}
     for trace in traces:

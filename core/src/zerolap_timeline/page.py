@@ -90,7 +90,7 @@ def _share(verdict: Verdict) -> str:
 def _exposures(verdict: Verdict) -> str:
     listed = [each for each in verdict.exposures if each.milliseconds_per_update >= _LEAST_MS]
     rows = "".join(
-        f'<tr data-kind="{each.kind or ""}" data-bucket="{-1 if each.bucket is None else each.bucket}" '
+        f'<tr data-kind="{escape(each.kind or "")}" data-bucket="{-1 if each.bucket is None else each.bucket}" '
         f'data-where="{escape(each.where)}">'
         f'<th scope="row">{_marked(_sentence(each.what))}</th><td>{_marked(_sentence(each.where))}</td>'
         f"<td>{format_ms(each.milliseconds_per_update)}</td><td>{each.worst_rank}</td></tr>"

@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from zerolap_timeline.untrusted import printable, read_json
+
 SCHEMA = 1
 
 # Every kind of span. On the training thread, or its stream:
@@ -102,54 +104,106 @@ def read(paths: Iterable[str | os.PathLike[str]]) -> list[RankTrace]:
         files += found
     if not files:
         raise TraceError("no trace was given")
+    if len(files) > _MOST_RANKS:
+        raise TraceError(f"{len(files)} files were given, and a run has at most {_MOST_RANKS} ranks")
     return [_read_file(path) for path in files]
 
 
 def _read_file(path: Path) -> RankTrace:
+    called = printable(path, 300)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path, largest=_LARGEST_FILE, follows_links=True)
     except OSError as error:
-        raise TraceError(f"{path}: cannot be read: {error.strerror or error}") from error
+        raise TraceError(f"{called}: cannot be read: {error.strerror or error}") from error
     except ValueError as error:
-        raise TraceError(f"{path}: cannot be parsed as JSON: {error}") from error
+        raise TraceError(f"{called}: cannot be parsed as JSON: {printable(error, 300)}") from error
     if not isinstance(content, dict) or "zerolap_trace" not in content:
-        raise TraceError(f"{path}: is no trace of zerolap; handle.trace(path=...) writes one")
+        raise TraceError(f"{called}: is no trace of zerolap; handle.trace(path=...) writes one")
     if content["zerolap_trace"] != SCHEMA:
         raise TraceError(
-            f"{path}: has schema {content['zerolap_trace']!r}, and this version of zerolap reads {SCHEMA}: "
+            f"{called}: has schema {printable(repr(content['zerolap_trace']), 100)}, and this version of zerolap reads {SCHEMA}: "
             "use the version that wrote it"
         )
     try:
         return _from_json(content)
     except (KeyError, TypeError, ValueError) as error:
-        raise TraceError(f"{path}: is damaged: {type(error).__name__}: {error}") from error
+        raise TraceError(f"{called}: is damaged: {type(error).__name__}: {printable(error, 300)}") from error
+
+
+# --- what a file may say: every number has a type and a range, every text is printable ----------------------------------
+
+_LARGEST_FILE = 2**28
+_MOST_RANKS = 100_000
+_MOST_BUCKETS = 1_000_000
+_LONGEST_TEXT = 1000
+
+
+def _whole(value: Any, most: int) -> int:
+    if type(value) is not int or not 0 <= value <= most:
+        raise ValueError(f"{value!r} is no whole number from 0 to {most}")
+    return value
+
+
+def _seconds(value: Any, least: float = 0.0) -> float:
+    if type(value) not in (int, float) or not least <= value <= 1e12:
+        raise ValueError(f"{value!r} is no moment of a run")
+    return float(value)
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise TypeError(f"{value!r} is no text")
+    return printable(value, _LONGEST_TEXT)
+
+
+def _list(value: Any, most: int) -> list[Any]:
+    if type(value) is not list or len(value) > most:
+        raise TypeError(f"there is no list of at most {most} where one should be")
+    return value
+
+
+def _bool(value: Any) -> bool:
+    if type(value) is not bool:
+        raise TypeError(f"{value!r} is neither true nor false")
+    return value
 
 
 def _from_json(content: dict[str, Any]) -> RankTrace:
-    clock, rank, ranks = content["clock"], int(content["rank"]), tuple(map(int, content["ranks"]))
-    if rank not in ranks:
-        raise ValueError(f"rank {rank} is none of {ranks}")
+    clock, about, rank = content["clock"], content["about"], _whole(content["rank"], 2**31)
+    ranks = tuple(_whole(each, 2**31) for each in _list(content["ranks"], _MOST_RANKS))
+    if type(clock) is not dict or type(about) is not dict or len(about) > 100:
+        raise TypeError("its clock, or what is said about it, is no object")
+    if rank not in ranks or len(set(ranks)) != len(ranks):
+        raise ValueError(f"rank {rank} is none of {ranks[:20]}, or one is there twice")
     return RankTrace(
         rank=rank,
         ranks=ranks,
-        run=str(content["run"]),
-        clock=Clock(host=str(clock["host"]), begin=float(clock["begin"]), unix=float(clock["unix"])),
-        seconds=float(content["seconds"]),
-        spans=tuple(_span(*row) for row in content["spans"]),
+        run=_text(content["run"]),
+        clock=Clock(
+            host=_text(clock["host"]), begin=_seconds(clock["begin"], -1e12), unix=_seconds(clock["unix"], -1e12)
+        ),
+        seconds=_seconds(content["seconds"]),
+        spans=tuple(_span(row) for row in _list(content["spans"], _LARGEST_FILE)),
         buckets=tuple(
             Bucket(
-                num_bytes=int(each["num_bytes"]),
-                params=tuple(map(str, each["params"])),
-                is_shared=bool(each["is_shared"]),
+                num_bytes=_whole(each["num_bytes"], 2**63),
+                params=tuple(map(_text, _list(each["params"], _MOST_BUCKETS))),
+                is_shared=_bool(each["is_shared"]),
             )
-            for each in content["buckets"]
+            for each in _list(content["buckets"], _MOST_BUCKETS)
         ),
-        about={str(key): str(value) for key, value in content["about"].items()},
-        is_simulated=bool(content["is_simulated"]),
+        about={_text(key): _text(value) for key, value in about.items()},
+        is_simulated=_bool(content["is_simulated"]),
     )
 
 
-def _span(kind: str, bucket: int | None, start: int, end: int, update: int, name: str | None) -> Span:
-    if kind not in KINDS or not 0 <= start <= end or not (bucket is None or bucket >= 0):
-        raise ValueError(f"no such span: {[kind, bucket, start, end, update, name]}")
-    return Span(kind, bucket, start / 1e6, end / 1e6, int(update), None if name is None else str(name))
+def _span(row: Any) -> Span:
+    match row:
+        case [str(kind), bucket, start, end, update, name] if kind in KINDS:
+            begin, stop = _seconds(start), _seconds(end)
+            number = None if bucket is None else _whole(bucket, _MOST_BUCKETS)
+            said = None if name is None else _text(name)
+            # What the lane waited for is shown by name, and so must be one.
+            if begin <= stop and (kind != WAIT or said in COMMUNICATION):
+                return Span(kind, number, begin / 1e6, stop / 1e6, _whole(update, 2**53), said)
+    raise ValueError(f"no such span: {printable(repr(row), 200)}")

@@ -141,7 +141,7 @@ class Exposure:
     def what(self) -> str:
         if self.kind is None:
             return "communication at large"
-        return f"bucket {self.bucket}'s {self.kind}" if self.bucket is not None else _SAID[self.kind]
+        return f"bucket {self.bucket}'s {self.kind}" if self.bucket is not None else _SAID.get(self.kind, self.kind)
 
 
 _SAID = {"migrate": "moving states to their owners", "check": "what all ranks had to agree on", "agree": "agreeing"}
