@@ -151,9 +151,11 @@ def conformance(
         _make_folder(report)
 
     with tempfile.TemporaryDirectory() as temporary:
-        folder = report or (Path(temporary) if as_json else None)
+        folder = report or (Path(temporary, "report") if as_json else None)
         # No configuration but our own: the folder this is called from may have one that is meant for other tests.
-        options = ["-v", "-c", os.devnull, "--rootdir", str(Path.cwd()), "-p", "no:cacheprovider"]
+        own = Path(temporary, "pytest.ini")
+        own.write_text("[pytest]\n")
+        options = ["-v", "-c", str(own), "--rootdir", str(Path.cwd()), "-p", "no:cacheprovider"]
         options += ["--zerolap-adapter", adapter, "--zerolap-nproc", str(nproc), "--zerolap-tier", str(tier)]
         options += ["--zerolap-report", str(folder)] if folder is not None else []
         options += ["-k", only] if only is not None else []
