@@ -233,7 +233,7 @@ def test_a_manifest_that_would_block_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(blocking / "manifest.json")
     linked = path_of(tmp_path, 3)
     linked.mkdir()
-    (linked / "manifest.json").symlink_to("/dev/zero")
+    (linked / "manifest.json").symlink_to(blocking / "manifest.json")
     assert (steps(tmp_path), latest(tmp_path)) == ([1], 1)
 
 

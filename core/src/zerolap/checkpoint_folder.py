@@ -148,7 +148,8 @@ def _written(folder: Path, step: int, *, unknown: float) -> float:
 
 def next_written_ns(folder: Path) -> int:
     """The time for a new manifest: later than that of the newest, whatever the clocks of other hosts have been."""
-    few = {*steps(folder)[-1:], _linked_step(folder)} - {None}  # not all: a long run has many manifests
+    held, linked = steps(folder), _linked_step(folder)
+    few = {held[-1], linked} if linked in held else held  # a long run has many manifests, and a link
     newest = max((_written(folder, step, unknown=0) for step in few if step is not None), default=0)
     return max(time.time_ns(), int(newest) + 1)
 
@@ -251,12 +252,12 @@ def place(partial: Path, path: Path, *, writer: Writer, overwrite: bool) -> Path
     A process that ends anywhere in here leaves a complete checkpoint of this step, the old one or the new one, if there was one.
     """
     folder, aside = path.parent, _aside(path)
-    if _is_there(path) and not overwrite:
+    if not overwrite and (_is_there(path) or _is_complete(aside)):
         raise FileExistsError(f"{path} was written by another job meanwhile; give each job a folder of its own")
     _unlink_latest(folder)  # without a link the newest is the latest, before and after the next lines
     replaced: Path | None = None
     if not _is_there(path):
-        partial.rename(path)  # fails if another job was faster: a folder that is not empty stays
+        partial.rename(path)  # if another job was faster by an instant, this fails: only an empty folder would give way
     elif _exchange_names(partial, path):
         replaced = partial
     else:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from zerolap.checkpoint import STATES, pack
-from zerolap.checkpoint_folder import path_of
+from zerolap.checkpoint_folder import find, path_of
 from zerolap.errors import ZerolapError
 from zerolap.plan import Piece
 from zerolap.reading import CheckpointError, CheckpointReader, unpacked
@@ -142,7 +142,7 @@ def from_file(file: str | os.PathLike[str], folder: str | os.PathLike[str], *, s
         step = step if step is not None else whole.get("step", 0)
         if type(step) is not int or not 0 <= step < 10**18:
             raise ValueError("its step is no number of steps")
-    if path_of(folder, step).exists():
+    if find(folder, step) is not None or path_of(folder, step).exists():
         raise CheckpointError(f"{path_of(folder, step)} is there already")
     with warnings.catch_warnings():  # that this is one process, which is what we want
         warnings.simplefilter("ignore")

@@ -172,14 +172,15 @@ def write_state(
     """
     rank = 0 if group is None else group.rank()
     partial = target.folder / (target.partial or partial_name(target.step, group))
+    progress = progress or Progress()
     try:
-        return _written(target, partial, state, group, progress or Progress())
+        return _written(target, partial, state, group, progress)
     except BaseException as error:
         if rank == 0:
             discard(partial)
         if isinstance(error, CheckpointError) or not isinstance(error, Exception):
             raise
-        raise CheckpointError(f"{target.path} could not be written: {_said(error)}") from error
+        raise CheckpointError(f"{target.path} could not be written: {progress.stage}: {_said(error)}") from error
 
 
 def _written(
