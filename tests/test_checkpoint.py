@@ -493,7 +493,7 @@ def _load_bad(folder: str, cases: list[str], kind: dict[str, Any]) -> dict[str, 
     for case in cases:
         try:
             checkpoint.load(f"{folder}/{case}", ddp, zero)
-        except zerolap.ZerolapError as error:
+        except CheckpointError as error:
             said[case] = str(error)
     after = _snapshot(ddp, zero)
     if dist.get_rank() == 0:
@@ -576,7 +576,7 @@ def _refused(folder: str) -> None:
     ddp, zero = _make({})
     with pytest.raises(FileNotFoundError, match="no whole checkpoint"):
         checkpoint.load(folder, ddp, zero)
-    with pytest.raises((CheckpointError, zerolap.ZerolapError), match="safe to load"):
+    with pytest.raises(CheckpointError, match="safe to load"):  # on the first rank; the others are told
         checkpoint.save(folder, ddp, zero, step=1, extra=Exploit("/tmp/never"))
     with pytest.raises((ValueError, zerolap.ZerolapError), match="at least 1"):
         checkpoint.save(folder, ddp, zero, step=1, keep=0)

@@ -84,7 +84,7 @@ def save(
         target = _target(folder, step, keep, overwrite, group)
         return target, _state_of(model, optimizer, extra)
 
-    target, state = refuse_together(state_of, group=group, what="saving a checkpoint")
+    target, state = _on_all_or_none(state_of, group, "saving a checkpoint")
     target, _ = _agreed(target, group)
     return write_state(target, state, group)
 
@@ -120,7 +120,7 @@ def async_save(
         target = _target(folder, step, keep, overwrite, group)
         return target, _staged(_state_of(model, optimizer, extra))
 
-    target, state = refuse_together(staged_state_of, group=group, what="saving a checkpoint")
+    target, state = _on_all_or_none(staged_state_of, group, "saving a checkpoint")
     target, are_groups_usable = _agreed(target, group, has_group=group in _groups)
     if not are_groups_usable:
         _groups[group] = _background_group(group)
@@ -323,7 +323,7 @@ def _chosen(folder: str | os.PathLike[str], step: Any, group: dist.ProcessGroup)
     def look() -> tuple[list[int], int | None, int | None]:
         return steps(folder), latest(folder), None if step is None else step_number(step)
 
-    mine = refuse_together(look, group=group, what="looking for checkpoints")
+    mine = _on_all_or_none(look, group, "looking for checkpoints")
     said = all_gather_json(mine, group=group, what="choosing a checkpoint")
     held, newest, _ = said[0]
     wanted = {each[2] for each in said}

@@ -151,7 +151,10 @@ def timeout_of(group: dist.ProcessGroup) -> float:
     """How many seconds ranks of the group wait for each other."""
     devices = group._device_types
     device = torch.device("cpu") if torch.device("cpu") in devices else devices[0]
-    return float(group._get_backend(device).options._timeout.total_seconds())
+    try:
+        return float(group._get_backend(device).options._timeout.total_seconds())
+    except (AttributeError, RuntimeError):  # a backend from elsewhere that does not tell
+        return dist.constants.default_pg_timeout.total_seconds()
 
 
 def partial_name(step: int, group: dist.ProcessGroup | None) -> str:
