@@ -751,6 +751,56 @@ def test_what_is_more_than_plain_data_is_refused(what: str, data: Callable[[], b
     assert not Path("/tmp/never").exists(), what
 
 
+NUMBERS = b"](" + b"".join(b"M" + number.to_bytes(2, "little") for number in range(20_000)) + b"e"
+TEXT = b"X" + (20_000).to_bytes(4, "little") + b"x" * 20_000
+
+
+@pytest.mark.parametrize(
+    ("noted", "again"),
+    [
+        (NUMBERS, b"cbuiltins\nset\nh\x01\x85R"),
+        (NUMBERS, b"cbuiltins\nfrozenset\nh\x01\x85R"),
+        (TEXT, b"c_codecs\nencode\nh\x01X\x06\x00\x00\x00latin1\x86R"),
+    ],
+)
+def test_what_is_made_again_and_again_is_bounded_by_the_length(noted: bytes, again: bytes) -> None:
+    program = b"\x80\x02](" + noted + b"q\x01" + again * 1000 + b"e."
+    data = _repacked(_saved([1]), lambda name, data: program if name.endswith("data.pkl") else data)
+    tracemalloc.start()
+    with pytest.raises(UnreadableError, match="more than its length allows"):
+        _loaded(data)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 150 * len(data), peak
+
+
+def test_many_tensors_and_deep_values_are_read() -> None:
+    """The bounds are not in the way of what is large and honest."""
+    deep: Any = []
+    for _ in range(300):
+        deep = [deep]
+    value = {"scalars": [torch.tensor(float(i)) for i in range(300)], "sets": [{1}, {2}, frozenset()][:2], "deep": deep}
+    loaded = _loaded(_saved(value))
+    assert [each.item() for each in loaded["scalars"]] == list(range(300))
+    assert loaded["deep"] == deep
+    assert _loaded(_saved([[] for _ in range(3000)])) == [[]] * 3000
+    assert _loaded(_saved([set(range(256)), set(range(256)), set("abc")])) == [set(range(256))] * 2 + [set("abc")]
+    assert _loaded(_saved([b"x" * 10] * 100)) == [b"x" * 10] * 100
+    assert _loaded(_saved([bytes([i % 256]) * 3 for i in range(500)]))[7] == b"\x07" * 3
+
+
+@pytest.mark.parametrize("name", [b"torch\nFloatStorage", b"torch._utils\n_rebuild_tensor_v2", b"torch\nSize"])
+def test_a_name_is_no_value(name: bytes) -> None:
+    for program in (b"c" + name + b"\n", b"]c" + name + b"\na", b"}K\x01c" + name + b"\ns", b"c" + name + b"\n\x85"):
+        with pytest.raises(UnreadableError):
+            _loaded(
+                _repacked(
+                    _saved([1]),
+                    lambda file, data, p=program: b"\x80\x02" + p + b"." if file.endswith("data.pkl") else data,
+                )
+            )  # type: ignore[misc]
+
+
 def _old_format(value: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer, _use_new_zipfile_serialization=False)

@@ -86,7 +86,8 @@ def to_file(path: str | os.PathLike[str], file: str | os.PathLike[str]) -> None:
         consolidated = _consolidated(reader)
     unfinished = Path(file).with_name(f".{Path(file).name}.{os.getpid()}")
     try:
-        torch.save(consolidated, unfinished)
+        with _reading(path):  # what is nested too deeply can be read, and not written
+            torch.save(consolidated, unfinished)
         unfinished.replace(file)
     finally:
         unfinished.unlink(missing_ok=True)

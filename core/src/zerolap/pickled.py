@@ -21,6 +21,9 @@ from zerolap_timeline.untrusted import printable
 _KEY_LENGTH = 16  # of a tuple that is a key in a dict
 _ATOMS = frozenset({str, int, float, bool, bytes, complex, type(None)})
 _LONGEST_NAME = 1000
+_HASHED = (dict, set, frozenset)  # take more memory for each item
+_SIZED = (tuple, bytes, bytearray, str)
+_OBJECT_COST = 20  # bytes of a program that ask for a tensor are twice as many
 
 
 class UnreadableError(ZerolapError):
@@ -75,9 +78,28 @@ def parse(
     ``stored`` gives what a persistent id stands for. A program has at most one container for so many of its bytes.
     """
     try:
-        return _Interpreter(program, table, stored, len(program) // bytes_per_object + 64, asked_by).run()
+        found = _Interpreter(program, table, stored, len(program) // bytes_per_object + 64, asked_by).run()
     except (IndexError, struct.error, UnicodeDecodeError, OverflowError) as error:
         raise UnreadableError(f"this is no whole pickle: {type(error).__name__}") from error
+    return found
+
+
+def refuse_all_but_plain(found: Any, *others: type) -> None:
+    """Refuse what was parsed if it holds what only stands for something else; goes as deep as it is, without recursion."""
+    seen, left = {id(found)}, [found]
+    while left:
+        value = left.pop()
+        if type(value) in (Maker, Kind, Record, *others):
+            refuse("a name where a value should be")
+        inside: list[Any] = []
+        if type(value) in (list, tuple):
+            inside = list(value)
+        elif type(value) in (dict, OrderedDict):
+            inside = [*value, *value.values()]
+        for each in inside:
+            if type(each) not in _ATOMS and id(each) not in seen:
+                seen.add(id(each))
+                left.append(each)
 
 
 class _Interpreter:
@@ -90,6 +112,7 @@ class _Interpreter:
         self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
         self.objects_left = num_objects
+        self.made_left = len(program)
 
     def run(self) -> Any:
         program, operations = self.program, _OPERATIONS
@@ -248,6 +271,11 @@ class _Interpreter:
             raise
         except (TypeError, ValueError, LookupError, ArithmeticError, RuntimeError) as error:
             refuse(f"{type(error).__name__}: {printable(str(error), 200)}")
+        # A few bytes can ask again and again for something large, made of what was noted once.
+        each = 2 if isinstance(made, _HASHED) else 1
+        self.made_left -= 6 + (each * len(made) if isinstance(made, (*_HASHED, *_SIZED)) else _OBJECT_COST)
+        if self.made_left < 0:
+            refuse("it makes more than its length allows")
         self.push_container(made)
 
     def build(self) -> None:

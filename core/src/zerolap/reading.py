@@ -124,14 +124,18 @@ class CheckpointReader(filesystem.FileSystemReader):
                     self._read_metadata(folder),
                     {name: size for name, (size, _) in self.files.items() if name != METADATA},
                 )
+                self._under: dict[tuple[str | int, ...], dict[str, Any]] = {}
+                for name, (*parents, last) in self.metadata.planner_data.items():
+                    of = self._under.setdefault(tuple(parents), {})
+                    of[str(last)] = self.metadata.state_dict_metadata[name]
                 self._chunks = {
                     MetadataIndex(name, chunk.offsets): (chunk.sizes, kept.properties.dtype)
                     for name, kept in self.metadata.state_dict_metadata.items()
                     if isinstance(kept, TensorStorageMetadata)
                     for chunk in kept.chunks
                 }
-                mine, of = share
-                for name in sorted(self.files.keys() - {METADATA})[mine::of]:
+                mine, num_ranks = share
+                for name in sorted(self.files.keys() - {METADATA})[mine::num_ranks]:
                     self._compare(name, folder)
         except CheckpointError:
             raise
@@ -158,17 +162,13 @@ class CheckpointReader(filesystem.FileSystemReader):
 
     def names(self, under: tuple[str, ...]) -> dict[str, Any]:
         """What is directly under a path, and what is known of it."""
-        return {
-            str(where[-1]): self.metadata.state_dict_metadata[name]
-            for name, where in self.metadata.planner_data.items()
-            if tuple(where[:-1]) == under
-        }
+        return dict(self._under.get(under, {}))
 
     def has(self, where: tuple[str, ...]) -> bool:
-        return where in self.metadata.planner_data.values()
+        return where[-1] in self._under.get(where[:-1], {})
 
     def room(self, where: tuple[str, ...]) -> Tensor:
-        kept = self.names(where[:-1]).get(where[-1])
+        kept = self._under.get(where[:-1], {}).get(where[-1])
         if not isinstance(kept, TensorStorageMetadata):
             raise CheckpointError(f"{self._folder} has no tensor {printable('.'.join(where), 200)}")
         return torch.empty(kept.size, dtype=kept.properties.dtype)

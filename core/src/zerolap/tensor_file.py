@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zerolap.pickled import Maker, Table, UnreadableError, checked_key, parse, refuse
+from zerolap.pickled import Maker, Table, UnreadableError, checked_key, parse, refuse, refuse_all_but_plain
 
 _LARGEST_PICKLE = 2**26
 _MAX_DIMS = 64  # of a tensor of torch's
@@ -96,7 +96,9 @@ def load_plain(stream: io.BufferedIOBase, length: int, *, start: int = 0) -> Any
         Exception
     ) as error:  # zipfile is not made for what is hostile: besides BadZipFile it raises what it stumbles over
         raise UnreadableError(f"this is no archive as torch.save writes it: {type(error).__name__}") from error
-    return parse(archive.program, table=_TABLE, stored=archive.storage, asked_by="a file")
+    found = parse(archive.program, table=_TABLE, stored=archive.storage, asked_by="a file")
+    refuse_all_but_plain(found, StorageType, Stored)
+    return found
 
 
 class _Archive:
