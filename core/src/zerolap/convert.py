@@ -86,8 +86,8 @@ def to_file(path: str | os.PathLike[str], file: str | os.PathLike[str]) -> None:
         consolidated = _consolidated(reader)
     unfinished = Path(file).with_name(f".{Path(file).name}.{os.getpid()}")
     try:
-        with _reading(path):  # what is nested too deeply can be read, and not written
-            torch.save(consolidated, unfinished)
+        with unfinished.open("wb") as stream, _reading(path):  # what is nested too deeply can be read, and not written
+            torch.save(consolidated, stream)
         unfinished.replace(file)
     finally:
         unfinished.unlink(missing_ok=True)

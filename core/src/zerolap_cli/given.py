@@ -105,7 +105,7 @@ def make_model(path: str, *, device: str) -> nn.Module:
     try:
         with torch.device(device):
             made = made_by()
-    except Exception as error:  # it is the user's code: what it raises is for the user to know
+    except (Exception, SystemExit) as error:  # it is the user's code: what it raises is for the user to know
         raise ValueError(f"--model {path} fails: {type(error).__name__}: {printable(error)}") from error
     if not isinstance(made, nn.Module):
         raise ValueError(f"--model {path} makes a {type(made).__name__}, not a torch.nn.Module")
