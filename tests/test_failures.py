@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -261,3 +263,35 @@ def _scaled() -> None:
 def test_loss_scaling_is_refused_under_overlap() -> None:
     for outcome in try_ranks(2, _scaled):
         assert "scaling losses cannot work with updates inside backward" in (outcome.error or "")
+
+
+COMPUTES_AT_THE_END = """
+import threading, time
+import torch
+import zerolap
+
+torch.set_num_threads(1)
+lane, has_begun = zerolap.ThreadLane("busy"), threading.Event()
+matrix = torch.ones(500, 500)
+start = time.thread_time()
+matrix @ matrix
+size = int(500 * max(1, 2 / (time.thread_time() - start)) ** (1 / 3))  # takes about 2 s of a core
+
+def compute():
+    matrix = torch.ones(size, size)
+    has_begun.set()
+    matrix @ matrix  # in C++, where the interpreter is not held
+    print("computed", flush=True)
+
+lane.submit(compute)
+has_begun.wait(60)
+"""
+
+
+def test_a_process_that_ends_while_its_lane_computes_ends_in_order() -> None:
+    """A thread that comes back from C++ when the interpreter has gone would abort it."""
+    command = [sys.executable, "-c", COMPUTES_AT_THE_END]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert (done.returncode, done.stdout) == (0, "computed\n"), done

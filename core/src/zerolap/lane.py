@@ -96,33 +96,41 @@ def failed(error: BaseException) -> Future[Any]:
 # machine it may be kept from that for long.
 _open: weakref.WeakKeyDictionary[threading.Thread, queue.SimpleQueue[_Job | None]] = weakref.WeakKeyDictionary()
 _EXIT_SECONDS = 1.0  # one that waits for a peer is left behind
+_BUSY_SECONDS = 30.0  # one that computes, or would if there were a core for it, comes back by itself
+_STARVED_SECONDS = 5.0  # for threads that are not ours
 _CALM_SECONDS = 0.03
 
 
 @atexit.register
 def _end_lanes() -> None:
-    deadline = time.monotonic() + _EXIT_SECONDS
     threads = dict(_open)
     for jobs in threads.values():
         jobs.put(None)
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
-    if not threads:
-        return
-    calm_since = time.monotonic()
-    while (now := time.monotonic()) < min(calm_since + _CALM_SECONDS, deadline):
+    start = time.monotonic()
+    lane_ran = other_ran = start
+    while threads:
+        lanes = {thread.native_id for thread in threads if thread.is_alive()}
+        now, running = time.monotonic(), _running_threads()
+        lane_ran = now if lanes & running else lane_ran
+        other_ran = now if running - lanes else other_ran
+        if now < lane_ran + _CALM_SECONDS:
+            allowed = _BUSY_SECONDS
+        elif now < other_ran + _CALM_SECONDS:
+            allowed = _STARVED_SECONDS
+        else:
+            allowed = _EXIT_SECONDS if lanes else 0.0
+        if now >= start + allowed:
+            return
         time.sleep(_CALM_SECONDS / 6)  # others may have the interpreter now
-        if _is_any_other_running():
-            calm_since = now
 
 
-def _is_any_other_running() -> bool:
-    """Whether a thread but this one runs, or would if there were a core for it; where the system does not tell, none does."""
+def _running_threads() -> set[int | None]:
+    """Threads but this one that run, or would if there were a core for them; none where the system does not tell."""
     states = {}
     for task in Path("/proc/self/task").glob("*/stat"):
         with suppress(OSError):  # it has ended
             states[int(task.parent.name)] = task.read_text().rpartition(")")[2].split()[0]
-    return any(state == "R" for thread, state in states.items() if thread != threading.get_native_id())
+    return {thread for thread, state in states.items() if state == "R" and thread != threading.get_native_id()}
 
 
 class ThreadLane:
