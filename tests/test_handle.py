@@ -5,8 +5,11 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import select
+import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +17,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import zerolap
-from training import Mlp, assert_same_params, backward, batches, iterate, pair
+from training import Mlp, assert_same_params, backward, batches, iterate, overlapped, pair
 from zerolap_conformance.ranks import run_ranks
 from zerolap_cpu_gloo import CpuGlooAdapter
 
@@ -137,31 +141,224 @@ def test_what_has_failed_can_be_detached() -> None:
     run_ranks(2, _detach_after_failure)
 
 
-def _num_open() -> tuple[int, int]:
-    gc.collect()
-    threads = sum(thread.name.startswith("zerolap") for thread in threading.enumerate())
-    return threads, len(os.listdir("/proc/self/fd"))
+def _num_open() -> tuple[int, int, int]:
+    """Threads, files and sockets, and keys in the store."""
+    store = dist.distributed_c10d._get_default_store()
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")), store.num_keys()
 
 
-def _attach_and_detach(num: int) -> None:
+def _settled(before: tuple[int, int, int]) -> tuple[int, int, int]:
+    """What is open, a little later: a thread that has ended takes a moment to be gone."""
+    dist.barrier()  # rank 0 removes keys
+    deadline = time.monotonic() + 10
+    while (now := _num_open()) != before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return now
+
+
+WAYS: list[dict[str, Any]] = [
+    {"schedule": schedule, "gather": gather}
+    for schedule in ("interleaved", "after_backward", "on_step")
+    for gather in ("eager", "lazy")
+] + [{"schedule": "auto"}]
+
+
+def _attach_and_detach(num_cycles: int) -> None:
     ddp = DDP(Mlp(), bucket_cap_mb=0.004)
     zero = _zero(ddp)
-    seen = []
-    for i in range(num):
-        handle = zerolap.attach(ddp, zero, gather="lazy")
-        backward(ddp, next(batches(1)))
+    backward(ddp, next(batches(1)))
+    gc.collect()
+    gc.disable()  # nothing may need it
+    dist.barrier()
+    before = _num_open()
+    resident = []
+    for cycle in range(num_cycles):
+        way = WAYS[cycle % len(WAYS)]
+        handle = zerolap.attach(ddp, zero, **way)
+        for x in batches(2):
+            iterate(ddp, zero, x)
+        assert _num_open() > before
         handle.detach()
-        del handle
-        if i % 10 == 9:
-            deadline = time.monotonic() + 10
-            while (now := _num_open()) > (seen[0] if seen else (0, 1000)) and time.monotonic() < deadline:
-                time.sleep(0.01)
-            seen.append(now)
-    assert seen[-1] <= seen[0], f"threads and files open after every 10th cycle: {seen}"
+        assert handle.stats().num_updates == 2, "the handle is held, and still knows"
+        now = _settled(before)
+        assert now == before, f"{way}, cycle {cycle}: {now} open, {before} before"
+        resident.append(_resident()[0])
+    grown = (resident[-1] - resident[num_cycles // 2]) / num_cycles
+    assert grown < 2**17, f"{grown:.0f} bytes a cycle are kept"
 
 
-def test_nothing_is_left_open_by_100_cycles_of_attaching_and_detaching() -> None:
-    run_ranks(2, _attach_and_detach, 100)
+def test_nothing_is_left_open_by_50_cycles_of_attaching_and_detaching() -> None:
+    run_ranks(2, _attach_and_detach, 50)
+
+
+def _drop(is_hook: bool) -> None:
+    gc.collect()
+    gc.disable()
+    before = _num_open()
+    for _ in range(3):
+        ddp = DDP(Mlp(), bucket_cap_mb=0.004)
+        if is_hook:
+            zero = overlapped(ddp, ddp.parameters(), torch.optim.SGD, hook=_own_hook, lr=0.1)
+        else:
+            zero = _zero(ddp)
+            zerolap.attach(ddp, zero, gather="lazy")
+        for x in batches(3):
+            iterate(ddp, zero, x)
+        assert _num_open() > before
+        ddp.zero_grad()
+        del ddp, zero
+        assert _settled(before) == before
+
+
+def _own_hook(state: Any, bucket):  # type: ignore[no-untyped-def]
+    return allreduce_hook(None, bucket)
+
+
+@pytest.mark.parametrize("is_hook", [False, True], ids=["attached", "hook"])
+def test_nothing_is_left_open_when_ddp_and_optimizer_are_dropped(is_hook: bool) -> None:
+    run_ranks(2, _drop, is_hook)
+
+
+def _only_ddp_is_kept() -> None:
+    oracle, ours = pair()
+    plain = torch.optim.SGD(oracle.parameters(), lr=0.1)
+    overlapped(ours, ours.parameters(), torch.optim.SGD, lr=0.1)  # and dropped: updates are made in backward
+    gc.collect()
+    for i, x in enumerate(batches(4)):
+        iterate(oracle, plain, x)
+        ours.zero_grad()
+        backward(ours, x)
+        assert_same_params(ours, oracle, i)
+
+
+def test_an_optimizer_that_was_dropped_is_kept_by_the_hook() -> None:
+    run_ranks(2, _only_ddp_is_kept)
+
+
+# --- after detaching --------------------------------------------------------------------------------------------------
+
+
+def _use_after_detaching() -> None:
+    ddp = DDP(Mlp(), bucket_cap_mb=0.004)
+    zero = _zero(ddp)
+    handle = zerolap.attach(ddp, zero, schedule="after_backward", gather="lazy", master_weights=True)
+    assert "<zerolap.Handle: attached; schedule='after_backward', gather='lazy'" in repr(handle)
+    for x in batches(2):
+        iterate(ddp, zero, x)
+    handle.audit()
+    assert "adapter='cpu_gloo', 2 ranks, 3 buckets>" in repr(handle), repr(handle)
+    with handle.trace() as trace:
+        iterate(ddp, zero, next(batches(1)))
+    handle.detach()
+    start = time.monotonic()
+    handle.finish()
+    handle.refresh_masters()
+    handle.detach()
+    assert (handle.stats().num_updates, handle.schedule, handle.gather) == (3, "after_backward", "lazy")
+    assert handle.is_tuned
+    assert "detached" in repr(handle)
+    assert trace.spans
+    with pytest.raises(RuntimeError, match="there is nothing to audit by: this was detached"):
+        handle.audit()
+    with pytest.raises(RuntimeError, match="there is nothing to trace: this was detached"):
+        handle.trace()
+    for fn in (zero.step, lambda: zero.clip_grad_norm_(1.0), lambda: zerolap.GradScaler("cpu").step(zero)):
+        with pytest.raises(RuntimeError, match="no hook was made for this optimizer"):
+            fn()
+    assert time.monotonic() - start < 10
+
+
+def test_a_handle_that_was_detached_answers_at_once() -> None:
+    run_ranks(2, _use_after_detaching, group_timeout=20)
+
+
+def test_a_lane_that_was_closed_refuses_at_once_and_has_ended_its_thread() -> None:
+    lane = zerolap.ThreadLane("test")
+    thread = lane.submit(threading.current_thread).wait()
+    with pytest.raises(ArithmeticError, match="deliberate"):  # not a RuntimeError about a callback
+        zerolap.ThreadLane("another").run(_fail)
+    lane.close()
+    assert not thread.is_alive()
+    with pytest.raises(zerolap.ZerolapError, match="this lane is closed"):
+        lane.run(lambda: None)
+    with pytest.raises(RuntimeError, match="this lane is closed"):
+        lane.submit(lambda: None).wait()
+
+
+def _fail() -> None:
+    raise ArithmeticError("deliberate")
+
+
+# --- in another process -----------------------------------------------------------------------------------------------
+
+
+def _in_child(fn: Callable[[], object]) -> str:
+    """What a forked child of this process gets from a function, within some seconds."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            said = f"returned {fn()}"
+        except BaseException as error:
+            said = f"{type(error).__name__}: {error}"
+        os.write(write, said.encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as pipe:
+        is_ready = bool(select.select([pipe], [], [], 10)[0])
+        said = pipe.read().decode() if is_ready else "nothing within 10 s"
+    if not is_ready:
+        os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return said
+
+
+def _fork() -> list[str]:
+    ddp = DDP(Mlp(), bucket_cap_mb=0.004)
+    zero = _zero(ddp)
+    handle = zerolap.attach(ddp, zero, gather="lazy", schedule="on_step", adapter=Slow())
+    for x in batches(2):
+        iterate(ddp, zero, x)
+    x = next(batches(1))
+    said = [
+        _in_child(lambda: sum(p.sum() for p in ddp.module.parameters())),
+        _in_child(lambda: ddp.module.state_dict()),
+        _in_child(lambda: ddp.module(x)),
+        _in_child(zero.step),
+        _in_child(handle.audit),
+        _in_child(handle.finish),
+        _in_child(lambda: backward(ddp, x)),
+    ]
+    Slow.may_end.set()
+    handle.finish()
+    read = _in_child(lambda: float(sum(p.double().sum() for p in ddp.module.parameters())))
+    assert read == f"returned {float(sum(p.double().sum() for p in ddp.module.parameters()))}", read
+    alone = zerolap.ZeroRedundancyOptimizer(Mlp().parameters(), torch.optim.SGD, lr=0.1)
+    said += [_in_child(alone.step), _in_child(alone.consolidate_state_dict)]
+    iterate(ddp, zero, x)  # the parent goes on
+    return said
+
+
+class Slow(CpuGlooAdapter):
+    """The last gathers take until they are told to end."""
+
+    may_end = threading.Event()
+    num_gathers = 0
+
+    def all_gather(self, *args: Any, **kwargs: Any) -> zerolap.Pending:
+        pending = super().all_gather(*args, **kwargs)
+        return zerolap.Pending([pending], tensors=(), what="a slow gather", finish=self._end)
+
+    def _end(self) -> None:
+        Slow.num_gathers += 1
+        if Slow.num_gathers > 6:
+            assert self.may_end.wait(100)
+
+
+def test_a_forked_child_is_told_that_it_has_no_part_in_training() -> None:
+    for said in run_ranks(2, _fork, group_timeout=30):
+        for sentence in said:
+            assert sentence.startswith("ZerolapError: this process was forked"), said
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

@@ -20,6 +20,8 @@ WORDLESS = {
     "core/src/zerolap/engine.py: …, …: …: …": "…, …: …: …",
     "core/src/zerolap/engine.py: …: …: …": "…, …: …: …",
     "core/src/zerolap/engine.py: …": None,
+    "core/src/zerolap/engine.py: str(failure)": None,  # what has failed, raised where it is heard
+    "core/src/zerolap/lane.py: …: …": None,  # the first error of a lane, for those behind it
     "core/src/zerolap_cli/app.py: …": None,  # what the system said of a file
     "core/src/zerolap_cli/plan.py: str(error).strip().splitlines()[-1]": None,  # what a rank has said
 }

@@ -23,7 +23,7 @@ from zerolap.auto import Tuner, compiled_parts
 from zerolap.engine import Engine
 from zerolap.exchange import all_gather_json
 from zerolap.groups import options_of, params_of
-from zerolap.hooks import Hook, agreement_of, guarded, meet, use_engine
+from zerolap.hooks import Hook, agreement_of, guarded, meet, noted_by, use_engine
 from zerolap.logs import logger_of
 from zerolap.machine import Gather, Schedule
 from zerolap.metrics import Stats
@@ -58,6 +58,15 @@ class Handle:
         self._tuner = tuner
         self._module = module
         self._undo = undo
+
+    def __repr__(self) -> str:
+        engine = self._engine
+        how = "tuned by auto" if self._tuner is not None and self.is_tuned else "auto" if self._tuner else "chosen"
+        return (
+            f"<zerolap.Handle: {'attached' if self.is_attached else 'detached'}{', failed' if engine.has_failed else ''}; schedule="
+            f"{self.schedule!r}, gather={self.gather!r} ({how}), adapter={self._adapter.name!r}, "
+            f"{self._optimizer.world_size} ranks, {engine.num_buckets} buckets>"
+        )
 
     @property
     def is_attached(self) -> bool:
@@ -113,6 +122,8 @@ class Handle:
 
     def audit(self) -> None:
         """Compare all parameters with the other ranks', which call this, too; raises on all ranks if any differ."""
+        if not self.is_attached:
+            raise RuntimeError("there is nothing to audit by: this was detached; attach again, or audit before")
         self._engine.audit()
 
     def refresh_masters(self) -> None:
@@ -214,10 +225,9 @@ def attach(
             group=group,
             schedule=schedules[0],
             agreement=agreement_of(ddp),
-            on_update=optimizer._on_update,
+            on_update=noted_by(optimizer),
             gather=gathers[0],
         )
-        undo.callback(engine.close)
         use_engine(optimizer, engine, undo)
         if master_weights:
             undo.callback(ddp.module.register_load_state_dict_post_hook(_RefreshMasters(engine)).remove)
@@ -241,7 +251,8 @@ def attach(
         def on_bucket(state: object, bucket: GradBucket) -> Future[Tensor]:
             return engine.on_bucket(bucket)
 
-        undo.callback(_connect(ddp, guarded(ddp, on_bucket, adapter=chosen, engine=engine), engine))
+        hook = guarded(ddp, on_bucket, adapter=chosen, engine=engine, optimizer=optimizer)
+        undo.callback(_connect(ddp, hook, engine))
         return engine, chosen, tuner
 
     (engine, chosen, tuner), undo = meet(

@@ -111,6 +111,7 @@ class Tuner:
             self._script.close()
         self._script = None
         self._engine.is_tuning = False
+        vars(self).pop("_group", None)  # which ends with the last reference to it
 
     def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
         return (_nobody, ())  # a copy of DDP, or one from a file, is not tuned

@@ -1,8 +1,13 @@
 """The engine: drives one rank's overlap machine. It turns actions into adapter calls and decides nothing itself.
 
 Two threads meet here. DDP calls ``on_bucket`` on the thread that runs backward: there the machine is fed, and reductions
-are started. Everything that may wait runs on the lane, in the order the machine asked for it. Futures carry results, and
-errors, back to DDP, which waits for them at the end of backward.
+are started. Everything that may wait runs on the lane, in the order the machine asked for it. Futures carry results back to
+DDP, which waits for them at the end of backward.
+
+[Note: failures]
+An error that crosses DDP's C++ in a future loses its type, and one raised by the hook leaves DDP in the middle of a backward. So
+neither happens: a failure is kept, DDP gets its own gradients back and ends in order, and behind it, in the last callback of that
+backward, the failure is raised to whoever called it.
 
 ``Engine`` is what all ways of sharing the work have in common; ``HookEngine`` reduces by another DDP hook and gathers by
 broadcasts.
@@ -10,9 +15,12 @@ broadcasts.
 
 from __future__ import annotations
 
+import os
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
@@ -27,11 +35,11 @@ from torch.autograd.graph import increment_version
 from torch.futures import Future
 
 from zerolap.adapter import Adapter
-from zerolap.errors import CollectiveError, IllegalEventError, ZerolapError
+from zerolap.errors import CollectiveError, IllegalEventError, ZerolapError, forked
 from zerolap.exchange import move_states
 from zerolap.gradient_watch import Gradient, GradientWatch
 from zerolap.groups import Options, options_of
-from zerolap.lane import Waiter
+from zerolap.lane import Waiter, forget_frames, forget_locals
 from zerolap.lastwords import LastWords, Words
 from zerolap.machine import Action, Agreement, Gather, Machine, Phase, Schedule, Verb
 from zerolap.pending import Pending
@@ -105,8 +113,33 @@ class Installed:
 _version_of = attrgetter("_version")  # no function of ours: called for every parameter of a lazy gather, twice
 
 
-def _done_already(_: int | None) -> None:
+def _done_already(_: Engine, __: int | None) -> None:
     """By backward's thread, when the machine asked for it."""
+
+
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def _note_fork() -> None:
+    """A child has neither the threads nor the connections that its copies of engines rely on."""
+    for engine in list(_engines):
+        engine._failure, engine._is_forked = forked(), True
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
+
+def _let_end(gathers: dict[int, Pending], group: dist.ProcessGroup) -> None:
+    """An engine was dropped, which does not wait: what it still sends goes on, or other ranks would wait for it in vain."""
+
+    def wait(gathers: list[Pending], group: dist.ProcessGroup) -> None:
+        with suppress(CollectiveError):  # there is nobody left to tell
+            for pending in gathers:
+                pending.wait()
+
+    if gathers:
+        args = (list(gathers.values()), group)
+        threading.Thread(target=wait, args=args, name="zerolap-last-gathers", daemon=True).start()
 
 
 class Engine(ABC):
@@ -132,12 +165,13 @@ class Engine(ABC):
         self._agreement = agreement
         self._on_update = on_update
         self._machine = Machine(schedule, gather=gather, agreement=agreement)
-        device = book.params[0].device
+        self.device = device = book.params[0].device
         self._lane = adapter.lane("update", device=device)
         self._gather_side = adapter.side(device)
         self._timeout = adapter.timeout(group).total_seconds() + _GRACE_SECONDS
         self._me = f"rank {dist.get_rank()}"
         self._last_words = LastWords(group)
+        self.run_name = group.group_name  # the same on all ranks, and another in every run
 
         # The layout at hand and the one planned for: written by backward's thread only.
         self._recording: list[Recorded] = []
@@ -145,7 +179,10 @@ class Engine(ABC):
         self._plan: Plan | None = None
         self._index_of: dict[Tensor, int] = {}
         self._outside: list[Tensor] = []
-        self._failure: BaseException | None = None
+        self._failure: ZerolapError | None = None  # the first one
+        self._untold: ZerolapError | None = None  # the same, until it was raised on the training thread
+        self._is_forked = False
+        self._ending = -1  # the backward whose last callback is ours
         self._gradient_watch = GradientWatch()
         self._watched_layout: list[Recorded] = []
         self._num_backwards = 0
@@ -170,17 +207,23 @@ class Engine(ABC):
         self._sealed: dict[int, tuple[list[int], Tensor | None]] = {}
         self._gather_lock = threading.Lock()
 
-        self._on_lane: dict[Verb, Callable[[Any], None]] = {
+        cls = type(self)  # not methods of this one, which would lead back to it: it ends with the last reference
+        self._on_lane: dict[Verb, Callable[[Any, Any], None]] = {
             Verb.RECORD: _done_already,
             Verb.PLAN: _done_already,
-            Verb.REDUCE: self._finish_reduce,
-            Verb.MIGRATE: lambda _: self._install(),
-            Verb.AGREE: self._agree,
-            Verb.STEP: self._step,
-            Verb.GATHER: self._gather,
-            Verb.WAIT: lambda _: self._finish_gathers(),
-            Verb.FINISH: lambda _: self._finish_update(),
+            Verb.REDUCE: cls._finish_reduce,
+            Verb.MIGRATE: lambda self, _: self._install(),
+            Verb.AGREE: cls._agree,
+            Verb.STEP: cls._step,
+            Verb.GATHER: cls._gather,
+            Verb.WAIT: lambda self, _: self._finish_gathers(),
+            Verb.FINISH: lambda self, _: self._finish_update(),
         }
+        _engines.add(self)
+        self._end_later = weakref.finalize(self, _let_end, self._gathers, group)
+        self._end_later.atexit = False
+        if adapter.capabilities.futures_complete_at_enqueue:
+            self._end_later.detach()  # the device ends what it was given
 
     # --- how the work is shared: for subclasses -----------------------------------------------------------------------
 
@@ -239,7 +282,7 @@ class Engine(ABC):
         """Take a bucket from DDP. The future gives its gradients; the last one also means that backward's part is done."""
         index = bucket.index()
         if self._failure is not None:
-            self.raise_if_failed()
+            return self._give_back(bucket)
         try:
             is_last, is_known = bucket.is_last(), self._is_known(index, bucket)
             actions = self._machine.bucket_ready(index, is_last=is_last, is_known=is_known)
@@ -252,8 +295,24 @@ class Engine(ABC):
             if self._machine.phase is Phase.LAYOUT_SEEN:
                 actions += self._close_recording()
         except Exception as error:
-            raise self._fail(error, f"bucket {index}") from error
-        return self._lane.submit(partial(self._do_for_bucket, actions, arrival))
+            self._fail(error, f"bucket {index}")
+            return self._give_back(bucket)
+        future = self._lane.submit(partial(self._do_for_bucket, actions, arrival))
+        if is_last and torch._C._current_graph_task_id() == -1:
+            future.wait()  # a rank that has joined: no backward ends here
+            self._raise_failure()
+        return future
+
+    def _give_back(self, bucket: GradBucket) -> Future[Tensor]:
+        """A bucket as it came, for DDP to end its backward with. See [Note: failures]."""
+        if torch._C._current_graph_task_id() == -1:
+            self._raise_failure()
+        self._watch_gradients()
+        buffer = bucket.buffer()
+        is_on_stream = self._adapter.capabilities.futures_complete_at_enqueue
+        future: Future[Tensor] = Future(devices=[buffer.device] if is_on_stream else None)
+        future.set_result(buffer)
+        return future
 
     def step_called(self) -> None:
         """The user called step(). Does what is left to do: all of the update on_step, else nothing."""
@@ -266,10 +325,10 @@ class Engine(ABC):
         try:
             actions = self._machine.step_called()
         except IllegalEventError as error:
-            raise self._fail(error, "step() after a backward that did not finish") from error
+            self._fail(error, "step() after a backward that did not finish")
+            self._raise_failure()
         if actions:
-            with self.watch.blocked(IN_STEP):
-                self._lane.run(partial(self._do, actions))
+            self._run_on_lane(partial(self._do, actions), IN_STEP)
 
     def reschedule(self, schedule: Schedule, gather: Gather) -> None:
         """Go on in another way, from the next backward on; all ranks at the same one."""
@@ -290,17 +349,31 @@ class Engine(ABC):
         return self._failure is not None
 
     def raise_if_failed(self) -> None:
-        if self._failure is not None:
-            self._machine.failed()
-            self.close()  # not by the lane itself: a job put behind the end of the lane would never be answered
-            raise ZerolapError(
-                f"{self._me}: the overlap failed earlier, parameters may differ between ranks; "
-                f"start again from a checkpoint. First error: {self._failure}"
-            ) from self._failure
+        if self._failure is None:
+            return
+        if self._is_forked:
+            raise forked()
+        self._machine.failed()
+        self.close()  # not by the lane itself: a job put behind the end of the lane would never be answered
+        self._untold = None
+        raise ZerolapError(
+            f"{self._me}: the overlap failed earlier, parameters may differ between ranks; "
+            f"start again from a checkpoint. First error: {self._failure}"
+        ) from self._failure
 
     def close(self) -> None:
         """End the progress thread; groups close with the last reference to them."""
         self._lane.close()
+        forget_locals(self._failure)
+
+    def dispose(self) -> None:
+        """Close, and let go of groups and of whatever leads back here: nothing waits for the garbage collector."""
+        self.close()
+        forget_frames(self._failure)
+        self._end_later.detach()
+        self._arrivals = []
+        self._gathers = {}
+        del self._group
 
     # --- waiting for parameters: on any thread ------------------------------------------------------------------------
 
@@ -322,6 +395,8 @@ class Engine(ABC):
     def _wait_for_bucket(self, index: int, param: Tensor | None = None, *, is_lane: bool = True) -> None:
         if index not in self._gathers:
             return
+        if self._is_forked:
+            raise forked()  # the lock may be held by a thread that is not here
         with self.watch.waiting(index, param, is_lane=is_lane), self._gather_lock:
             pending = self._gathers.get(index)
             if pending is None:
@@ -329,9 +404,10 @@ class Engine(ABC):
             try:
                 pending.wait()
             except Exception as error:
-                if self._failure is None:
-                    self._failure = self._explained(error)
-                raise self._failure from error
+                self._note_failure(error)
+                if is_lane:
+                    raise self._failure from error  # type: ignore[misc]  # it was just noted
+                self._raise_failure()
             sealed = self._sealed.pop(index, None)
             if sealed is not None:
                 versions, values = sealed
@@ -339,13 +415,13 @@ class Engine(ABC):
                 if versions != list(map(_version_of, flat.params)) or (
                     marks is not None and values is not None and not torch.equal(values, marks.read())
                 ):
-                    self._refuse_early_write(index, versions, values)
+                    self._refuse_early_write(index, versions, values, is_lane=is_lane)
             if self._lane.is_caller():
                 if self.gather is Gather.EAGER:
                     self.watch.ended.append(perf_counter())
                 del self._gathers[index]  # or else the lane or another stream has waited, and the next one must, too
 
-    def _refuse_early_write(self, index: int, versions: Sequence[int], values: Tensor | None) -> None:
+    def _refuse_early_write(self, index: int, versions: Sequence[int], values: Tensor | None, *, is_lane: bool) -> None:
         """[Note: writes that come too early] Who reaches a parameter through its module or its optimizer waits for it, but
         a reference that somebody holds does not. What is written by it while the gather is under way is overwritten on some
         ranks and sent on by others. Autograd counts writes, and ours are all done when a gather begins: whoever waits first
@@ -358,7 +434,7 @@ class Engine(ABC):
             changed = (values != installed.marks.read()).tolist()
             written |= {p for p, is_changed in zip(installed.marks.params, changed, strict=True) if is_changed}
         names = [self._name_of(param) for param in installed.flat.params if param in written]
-        self._failure = failure = self._explained(
+        failure = self._note_failure(
             ZerolapError(
                 f"{self._me}, bucket {index}: parameters were written between their update and the end of their gather, which "
                 f"is lost on some ranks and not on others: {', '.join(names[:5])}. Reach them through their modules or "
@@ -366,7 +442,9 @@ class Engine(ABC):
                 'gather="eager"'
             )
         )
-        raise failure
+        if is_lane:
+            raise failure
+        self._raise_failure()
 
     def _name_of(self, param: Tensor) -> str:
         return f"parameter {self._index_of.get(param)} of the optimizer"
@@ -460,17 +538,22 @@ class Engine(ABC):
     def _watch_gradients(self) -> None:
         """See to it that gradients are noted at the very end of backward, after DDP has written them."""
         self._gradient_watch.noted = []
-        if torch._C._current_graph_task_id() == -1:
+        task = torch._C._current_graph_task_id()
+        if task in (-1, self._ending):
             return  # a rank that has joined runs hooks without a backward
+        self._ending = task
         # Twice, for DDP queues the callback that waits for our futures and writes gradients after this one.
         torch.autograd.Variable._execution_engine.queue_callback(self._let_ddp_finish)
 
     def _let_ddp_finish(self) -> None:
         self.watch.backward_ends()
-        torch.autograd.Variable._execution_engine.queue_callback(self._note_gradient)
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
-    def _note_gradient(self) -> None:
+    def _end_backward(self) -> None:
+        self._ending = -1
         self.watch.backward_ended()
+        if self._failure is not None:
+            self._raise_failure()
         if self._watched_layout is not self._layout:
             self._watched_layout = self._layout
             self._gradient_watch.watch(
@@ -497,26 +580,58 @@ class Engine(ABC):
                 )
             )
 
-    def _fail(self, error: Exception, where: str) -> Exception:
+    def _fail(self, error: Exception, where: str) -> None:
         kind = CollectiveError if isinstance(error, CollectiveError) else ZerolapError
-        self._failure = failure = self._explained(kind(f"{self._me}, {where}: {type(error).__name__}: {error}"))
+        named = kind(f"{self._me}, {where}: {type(error).__name__}: {error}")
+        named.__cause__ = error
+        self._note_failure(named)
         self._machine.failed()
         self.close()
-        return failure
 
-    def _run_on_lane(self, fn: Callable[[], T]) -> T:
-        """Run something on the lane that is no part of an update; if it fails, so has the overlap."""
-        with self.watch.blocked(IN_CHECK):
-            return self._lane.run(partial(self._noting_failure, fn))
+    def _note_failure(self, error: Exception) -> ZerolapError:
+        """Keep the first failure for the training thread, and tell the other ranks of it."""
+        if self._failure is None:
+            named, cause = error, error.__cause__
+            if not isinstance(named, ZerolapError):
+                named, cause = ZerolapError(f"{self._me}: {type(error).__name__}: {error}"), error
+            failure = self._explained(named)
+            failure.__cause__ = cause
+            self._failure = self._untold = failure
+        return self._failure
+
+    def _raise_failure(self) -> None:
+        """Raise what has failed, if anything has; on the training thread. At first as it is, then as what failed earlier."""
+        failure, self._untold = self._untold, None
+        if failure is not None and not self._is_forked:
+            # A copy: an error keeps alive whoever it is raised to, and the engine keeps this one.
+            raise type(failure)(str(failure)) from failure.__cause__
+        self.raise_if_failed()
+
+    def _run_on_lane(self, fn: Callable[[], T], where: str = IN_CHECK) -> T:
+        """Run something on the lane, and wait for it; if it fails, so has the overlap."""
+        with self.watch.blocked(where):
+            try:
+                return self._lane.run(partial(self._noting_failure, fn))
+            except ZerolapError:
+                self._raise_failure()
+                raise
 
     def _noting_failure(self, fn: Callable[[], T]) -> T:
         try:
             return fn()
         except Exception as error:
-            self._failure = failure = self._explained(error)
+            failure = self._note_failure(error)
+            if failure is error:
+                raise
             raise failure from error
 
-    def _explained(self, error: Exception) -> Exception:
+    def _do_quietly(self, fn: Callable[[], None]) -> None:
+        """On the lane: do something whose failure is raised when backward ends. See [Note: failures]."""
+        if self._failure is None:
+            with suppress(ZerolapError):  # which was noted
+                self._noting_failure(fn)
+
+    def _explained(self, error: ZerolapError) -> ZerolapError:
         """Tell the other ranks of it, and if it is them who did not come, add what became of them."""
         mine = Words(
             rank=self._me,
@@ -526,17 +641,23 @@ class Engine(ABC):
         )
         is_theirs = isinstance(error, CollectiveError)
         account = self._last_words.exchange(mine, listen=is_theirs)
-        return CollectiveError(f"{error}{account}") if is_theirs else error
+        return CollectiveError(f"{error}{account}") if account else error
 
     # --- on the lane --------------------------------------------------------------------------------------------------
 
     def _do_for_bucket(self, actions: Sequence[Action], arrival: Arrival) -> Tensor:
-        self._do(actions)
+        gradients = arrival.recorded.buffer
+        if self._failure is None:
+            try:
+                self._do(actions)
+                gradients = self._gradients(arrival)
+            except Exception as error:
+                self._note_failure(error)
         watch = self.watch
         watch.lane_ended = perf_counter()
         if watch.trace is not None:
             watch.note_lane(watch.trace)
-        return self._gradients(arrival)
+        return gradients
 
     def _do(self, actions: Sequence[Action]) -> None:
         """Do what may wait; the rest was done when the actions were emitted."""
@@ -544,20 +665,14 @@ class Engine(ABC):
         for verb, bucket in actions:
             try:
                 if is_idle:
-                    self._on_lane[verb](bucket)
+                    self._on_lane[verb](self, bucket)
                 else:
-                    self.watch.do(verb.name.lower(), bucket, self._on_lane[verb])
+                    self.watch.do(verb.name.lower(), bucket, partial(self._on_lane[verb], self))
             except Exception as error:
+                if error is self._failure or isinstance(error, CollectiveError):
+                    raise  # already names rank and bucket
                 where = f"{self._me}, {'all buckets' if bucket is None else f'bucket {bucket}'}, {verb.name.lower()}"
-                if error is self._failure:
-                    raise  # a gather's, which has been told
-                named = (
-                    error
-                    if isinstance(error, CollectiveError)
-                    else ZerolapError(f"{where}: {type(error).__name__}: {error}")
-                )
-                self._failure = self._explained(named)
-                raise self._failure from error
+                raise ZerolapError(f"{where}: {type(error).__name__}: {error}") from error
 
     def _finish_reduce(self, index: int) -> None:
         arrival = self._arrivals[index]

@@ -15,3 +15,11 @@ class CollectiveError(ZerolapError):
 
 class AdapterNotFoundError(LookupError):
     """No installed adapter fits; the message says which are installed and what to install."""
+
+
+def forked() -> ZerolapError:
+    """For a child of the process that trains."""
+    return ZerolapError(
+        "this process was forked from the one that trains, and has no part in its collectives: parameters may be out of date here, and "
+        "nothing can be updated. Start processes by spawn or forkserver, or call handle.finish() before the fork if they only read"
+    )

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import io
 import json
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store
 
 from zerolap.errors import CollectiveError, ZerolapError
+from zerolap.lastwords import LAST_WORDS
 from zerolap.plan import GroupRank, Piece
 from zerolap.states import State, cut_state
 from zerolap.tensor_file import load_plain
 
 # Collectives here are methods of the group, not functions of torch.distributed: those know registered groups only, and
 # hide what went wrong on another behind an error of their own.
+_FORGET_SECONDS = 2.0
 _CHUNK_BYTES = 16 * 2**20  # one message: what a rank needs beside the states themselves is twice this
 
 
@@ -60,6 +65,22 @@ def refuse_together(check: Callable[[], object], *, group: dist.ProcessGroup, wh
     if refusals:
         raise ZerolapError(f"{what} was refused on another rank. " + "; ".join(refusals))
     return result
+
+
+def forget_keys(store: Store, prefix: str) -> None:
+    """Remove keys whose names begin so from a store, but for last words, which others may yet want to hear."""
+    # On a thread of its own: a store that lives in a rank that was stopped answers nobody, whatever the time limit.
+    thread = threading.Thread(target=_forget_keys, args=(store, prefix), name="zerolap-keys", daemon=True)
+    thread.start()
+    thread.join(_FORGET_SECONDS)
+
+
+def _forget_keys(store: Store, prefix: str) -> None:
+    with suppress(RuntimeError, AttributeError):  # gone with the rank that kept it, or it cannot tell: then they stay
+        for key in store.list_keys():
+            _, found, rest = key.partition(prefix)
+            if found and f"/{LAST_WORDS}/" not in rest:
+                store.delete_key(prefix + rest)
 
 
 Part = tuple[int, int, int]  # of a parameter: a Piece as plain data

@@ -20,7 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from zerolap.adapter import Adapter
 from zerolap.debug import debug_modes, with_checked_order
 from zerolap.engine import Engine, HookEngine
-from zerolap.exchange import all_gather_json, refuse_together
+from zerolap.errors import ZerolapError
+from zerolap.exchange import all_gather_json, forget_keys, refuse_together
 from zerolap.lane import Waiter
 from zerolap.machine import Agreement, Schedule
 from zerolap.optimizer import ZeroRedundancyOptimizer
@@ -102,6 +103,8 @@ def _overlapped(
         # workers blocked that way nothing moves again. One such reduction at a time always leaves a worker free.
         one_by_one = not chosen.capabilities.futures_complete_at_enqueue and hook not in _NEVER_WAIT_IN_CALLBACKS
         reduce_lane = chosen.lane("reduce", device=zero._default_device) if one_by_one else None
+        if reduce_lane is not None:
+            undo.callback(reduce_lane.close)
         timeout = chosen.timeout(zero.process_group).total_seconds()
         process_group = ddp.process_group
         hook_state: Any = None
@@ -119,9 +122,8 @@ def _overlapped(
             group=groups[0],
             schedule=schedule,
             agreement=agreement_of(ddp),
-            on_update=zero._on_update,
+            on_update=noted_by(zero),
         )
-        undo.callback(engine.close)
         use_engine(zero, engine, undo)
 
         def on_bucket(state: Any, bucket: GradBucket) -> Future[Tensor]:
@@ -129,16 +131,36 @@ def _overlapped(
             hook_state = process_group if state is None and takes_group else state
             return engine.on_bucket(bucket)
 
-        return guarded(ddp, on_bucket, adapter=chosen, engine=engine)
+        return guarded(ddp, on_bucket, adapter=chosen, engine=engine, optimizer=zero)
 
     made, _ = meet(ddp, zero, settings=settings, connect=connect, num_groups=1, adapter=adapter)
     return made
 
 
 def use_engine(zero: ZeroRedundancyOptimizer, engine: Engine, undo: ExitStack) -> None:
-    """Let ``engine`` update the optimizer until ``undo`` is closed."""
+    """Let ``engine`` update the optimizer until ``undo`` is closed; or until both are dropped, and their groups with them."""
     zero._engine = engine
     undo.callback(setattr, zero, "_engine", None)
+    undo.callback(engine.dispose)
+    if zero.rank == 0:
+        prefix = engine.run_name.rpartition("-")[0]
+        forget = weakref.finalize(engine, forget_keys, zero.process_group.get_group_store(), prefix)
+        forget.atexit = False
+
+
+def noted_by(zero: ZeroRedundancyOptimizer) -> Callable[[], None]:
+    """What an engine calls after an update. It does not keep the optimizer, which keeps the engine."""
+    ref = weakref.ref(zero)
+
+    def note() -> None:
+        updated: Any = ref()
+        if updated is not None:
+            updated._is_untouched = False
+            updated._opt_called = (
+                True  # LR schedulers warn if step() was not called; backward was this optimizer's step
+            )
+
+    return note
 
 
 def meet(
@@ -192,6 +214,8 @@ def meet(
 
     def open_and_connect() -> T:
         groups = []
+        if group.rank() == 0:
+            undo.callback(forget_keys, group.get_group_store(), f"zerolap-{name}-")
         for i in range(num_groups):
             groups.append(chosen.open_group(group, name=f"zerolap-{name}-{i}"))
             undo.callback(chosen.close_group, groups[-1])
@@ -204,7 +228,14 @@ def meet(
         return result, undo.pop_all()
 
 
-def guarded(ddp: DistributedDataParallel, on_bucket: Hook, *, adapter: Adapter, engine: Engine) -> Hook:
+def guarded(
+    ddp: DistributedDataParallel,
+    on_bucket: Hook,
+    *,
+    adapter: Adapter,
+    engine: Engine,
+    optimizer: ZeroRedundancyOptimizer,
+) -> Hook:
     """A hook for ``register_comm_hook`` that refuses what shows only in training: changed graph settings, joins, late reads."""
     agreement, ddp_ref, rereads = agreement_of(ddp), weakref.ref(ddp), Rereads(ddp.module, engine)
 
@@ -212,9 +243,9 @@ def guarded(ddp: DistributedDataParallel, on_bucket: Hook, *, adapter: Adapter, 
         caller = ddp_ref()
         assert caller is not None, "a hook is called by a DDP that is alive"
         if agreement_of(caller) is not agreement:
-            raise RuntimeError("DDP's static_graph was changed after the hook was made; set it before")
+            raise ZerolapError("DDP's static_graph was changed after the hook was made; set it before")
         if caller._join_config.enable and engine.is_tuning:
-            raise RuntimeError(
+            raise ZerolapError(
                 'schedule="auto" cannot be tried out under Join, where ranks make different numbers of iterations; train without '
                 "Join until handle.is_tuned, or choose a schedule"
             )
@@ -224,7 +255,7 @@ def guarded(ddp: DistributedDataParallel, on_bucket: Hook, *, adapter: Adapter, 
             and engine.schedule is Schedule.INTERLEAVED
         ):
             # A rank that has joined updates its buckets at the end, behind all reductions; others gather between them.
-            raise RuntimeError(
+            raise ZerolapError(
                 "updates interleaved with backward cannot work under Join on this device: ranks that have joined start "
                 'collectives in another order than the others; use schedule="after_backward" or hook_with_zero_step'
             )
@@ -233,6 +264,8 @@ def guarded(ddp: DistributedDataParallel, on_bucket: Hook, *, adapter: Adapter, 
             rereads.bucket_ready(bucket)
         return future
 
+    # The optimizer keeps the engine, and not the other way round; who has the hook may have dropped the optimizer itself.
+    vars(hook_with_zero_step)["optimizer"] = optimizer
     return hook_with_zero_step
 
 

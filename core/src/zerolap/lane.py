@@ -16,6 +16,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch.futures import Future
 
+from zerolap.errors import ZerolapError
 from zerolap.pending import Pending
 
 T = TypeVar("T")
@@ -41,7 +42,7 @@ class Lane(Protocol):
         """Whether what is waited for now is waited for on behalf of everybody who uses this lane."""
 
     def close(self) -> None:
-        """Run nothing more once what was submitted has run."""
+        """Run nothing more once what was submitted has run; what comes later fails at once."""
 
 
 class Side(Protocol):
@@ -144,21 +145,49 @@ class ThreadLane:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         # An elementwise kernel splits its work by thread count, and rounds differently at each split's end: a lane that
         # used another count than the training thread would not be bitwise equal to a plain step().
-        thread = threading.Thread(
-            target=_run_lane, args=(self._jobs, torch.get_num_threads()), name=f"zerolap-{name}", daemon=True
+        self._num_done = [0]  # counted by the thread
+        self._num_submitted = 0
+        self._is_closed = False
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(
+            target=_run_lane,
+            args=(self._jobs, self._num_done, torch.get_num_threads()),
+            name=f"zerolap-{name}",
+            daemon=True,
         )
-        thread.start()
-        _open[thread] = self._jobs
+        self._thread.start()
+        _open[self._thread] = self._jobs
         self._close = weakref.finalize(self, self._jobs.put, None)
 
     def submit(self, fn: Callable[[], T]) -> Future[T]:
         job = _Job(fn, Future())
         promise: Future[T] = _raising(job.outcome)
-        self._jobs.put(job)
+        with self._lock:  # or a job could get behind the end of the queue, where it would wait for ever
+            if self._is_closed:
+                return failed(_closed())
+            self._num_submitted += 1
+            self._jobs.put(job)
         return promise
 
     def run(self, fn: Callable[[], T]) -> T:
-        return self.submit(fn).wait()
+        """What ``fn`` raises is raised here as it is: a future alone would turn it into a RuntimeError."""
+        if self._is_closed:
+            raise _closed()
+        caught: list[BaseException] = []
+
+        def noting() -> T:
+            try:
+                return fn()
+            except BaseException as error:
+                caught.append(error)
+                raise
+
+        try:
+            return self.submit(noting).wait()  # each wait of what runs there has a limit of its own
+        except RuntimeError:
+            if not caught:
+                raise
+            raise caught.pop() from None
 
     def as_caller(self) -> AbstractContextManager[None]:
         return nullcontext()  # memory is anybody's
@@ -167,11 +196,20 @@ class ThreadLane:
         return True  # what one thread has waited for is there for all
 
     def close(self) -> None:
-        """End the thread once what is queued has run. Harmless when called twice."""
-        self._close()
+        """End the thread once what is queued has run: before this returns if all of it has. Harmless when called twice."""
+        with self._lock:
+            self._is_closed = True
+            self._close()
+        is_idle = self._num_done[0] == self._num_submitted
+        if is_idle and threading.current_thread() is not self._thread:
+            self._thread.join(_EXIT_SECONDS)
 
 
-def _forget_locals(error: BaseException | None) -> None:
+def _closed() -> ZerolapError:
+    return ZerolapError("this lane is closed and runs nothing more: what it was for was detached, or has failed")
+
+
+def forget_locals(error: BaseException | None) -> None:
     """Keep where an error came from, but not the variables there: an engine among them would keep its own lane open."""
     seen: set[BaseException] = set()  # a chain of causes may be a circle
     while error is not None and error not in seen:
@@ -180,21 +218,36 @@ def _forget_locals(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-def _run_lane(jobs: queue.SimpleQueue[_Job | None], num_threads: int) -> None:
+def forget_frames(error: BaseException | None) -> None:
+    """Keep where an error came from as text only: even a frame without variables holds its function, and all that it closes over."""
+    seen: set[BaseException] = set()
+    while error is not None and error not in seen:
+        seen.add(error)
+        if error.__traceback__ is not None:
+            error.add_note("It came from:\n" + "".join(traceback.format_tb(error.__traceback__)).rstrip())
+            error.__traceback__ = None
+        error = error.__cause__ or error.__context__
+
+
+def _run_lane(jobs: queue.SimpleQueue[_Job | None], num_done: list[int], num_threads: int) -> None:
     torch.set_num_threads(num_threads)
     failure: _Failure | None = None
     with torch.no_grad():
         while (job := jobs.get()) is not None:
-            outcome, value = job.outcome, None
+            outcome = job.outcome
+            value: object = failure
             if failure is None:
                 try:
                     value = job.fn()
                 except BaseException as error:  # handed on to whoever waits: a thread has no caller to raise to
-                    _forget_locals(error)
-                    failure = _Failure(error)
+                    forget_locals(error)
+                    value = _Failure(error)
+                    # For those behind it, in words: the error itself will know whoever it is raised to, and keep them alive.
+                    failure = _Failure(RuntimeError(f"{type(error).__name__}: {error}"))
             # Dropped before anyone is told: whoever is told may expect that nothing here holds on to the engine any more.
             del job
-            outcome.set_result(failure or value)
+            num_done[0] += 1
+            outcome.set_result(value)
             del outcome, value
 
 

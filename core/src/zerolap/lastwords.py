@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
+LAST_WORDS = "last-words"  # before a key in the store
 _LISTEN_SECONDS = 2.0  # others whose collectives began a little later time out a little later
 _MAX_CHARS = 400
 _MAX_RANKS = 8  # more would not be read
@@ -42,12 +43,14 @@ class LastWords:
     """Speaks once, and listens for a moment."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+        # Not the group itself, which ends with the last reference to it.
+        self._store = PrefixStore(LAST_WORDS, group.get_group_store())
+        self._rank, self._size = group.rank(), group.size()
         self._has_spoken = False
 
     def exchange(self, mine: Words, *, listen: bool) -> str:
         """Leave our words, and return a sentence on what the others left; empty if there is nothing to say."""
-        if self._has_spoken or self._group.size() == 1:
+        if self._has_spoken or self._size == 1:
             return ""
         self._has_spoken = True
         heard: dict[int, Words] = {}
@@ -55,12 +58,11 @@ class LastWords:
         thread = threading.Thread(target=self._talk, args=(mine, heard, listen), name="zerolap-last-words", daemon=True)
         thread.start()
         thread.join(_LISTEN_SECONDS + 0.5)
-        return _account(mine, dict(heard), self._group) if listen else ""
+        return _account(mine, dict(heard), rank=self._rank, size=self._size) if listen else ""
 
     def _talk(self, mine: Words, heard: dict[int, Words], listen: bool) -> None:
         with suppress(Exception):  # the store may be gone with the rank that kept it: then nothing is heard
-            store = PrefixStore("last-words", self._group.get_group_store())
-            me, size = self._group.rank(), self._group.size()
+            store, me, size = self._store, self._rank, self._size
             store.set(str(me), json.dumps(asdict(mine)))
             deadline = time.monotonic() + _LISTEN_SECONDS
             waiting = [(me + i) % size for i in range(1, size)] if listen else []
@@ -71,7 +73,7 @@ class LastWords:
                 time.sleep(0.02)
 
 
-def _account(mine: Words, heard: dict[int, Words], group: dist.ProcessGroup) -> str:
+def _account(mine: Words, heard: dict[int, Words], *, rank: int, size: int) -> str:
     account = ""
     differing = [words for words in heard.values() if words.count != mine.count]
     if differing:
@@ -79,7 +81,7 @@ def _account(mine: Words, heard: dict[int, Words], group: dist.ProcessGroup) -> 
         account += f". The ranks have diverged: {did}; all must do the same"
     for _, words in sorted(heard.items())[:_MAX_RANKS]:
         account += f". {words.rank} ended with: {' '.join(words.error.split())[:_MAX_CHARS]}"
-    silent = [rank for rank in range(group.size()) if rank not in heard and rank != group.rank()]
+    silent = [other for other in range(size) if other not in heard and other != rank]
     if silent:
         names = ", ".join(map(str, silent[:_MAX_RANKS])) + (", ..." if len(silent) > _MAX_RANKS else "")
         account += f". Nothing was heard of group rank {names}: dead, stopped, or busy elsewhere"

@@ -172,6 +172,11 @@ class NativeEngine(Engine):
         self._scatters = {}
         super()._forget_buffers()
 
+    def dispose(self) -> None:
+        super().dispose()
+        self._scatters, self._all_gathers = {}, []
+        del self._reduce_group
+
     def _start_reduce(self, index: int, recorded: Recorded, bucket: GradBucket) -> Reduction:
         self.is_unscaled, self._divisor = False, None  # a step that was skipped may have left one
         scatter = self._scatters.get(index)

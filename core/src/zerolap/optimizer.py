@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from types import MappingProxyType
@@ -15,7 +17,7 @@ from torch.optim import LBFGS, Optimizer, SparseAdam
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zerolap.description import describe, digest_of, first_difference
-from zerolap.errors import CollectiveError, ZerolapError
+from zerolap.errors import CollectiveError, ZerolapError, forked
 from zerolap.exchange import all_gather_json, move_states, refuse_together
 from zerolap.groups import ExposedGroup, Options, ParamGroup, options_of, params_of
 from zerolap.logs import logger_of
@@ -85,6 +87,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.global_rank: GlobalRank = GlobalRank(dist.get_rank())
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self.initialized = False
+        self._process = os.getpid()
         self._overlap_with_ddp = overlap_with_ddp
         self._optimizer_class = optimizer_class
         self._engine: Engine | None = None
@@ -103,8 +106,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             # Without the defaults: the class fills them in, and may do so in another way for each group.
             Optimizer.__init__(self, groups, {})
             Joinable.__init__(self)
+            me = weakref.ref(self)  # which keeps the book
             self._book = ShardBook(
-                groups=lambda: self.param_groups,
+                groups=lambda: me().param_groups,  # type: ignore[union-attr]  # it is there while the book is used
                 factory=lambda groups: optimizer_class(groups, **defaults),
                 rank=self.rank,
                 world_size=self.world_size,
@@ -145,6 +149,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Update this rank's parameters and bring all of them to all ranks; under overlap, see that backward did it."""
         if self._overlap_with_ddp:
             return self._step_under_overlap(closure, kwargs)
+        self._refuse_fork()
         Join.notify_join_context(self)
         self._is_untouched = False
         (local,) = self._book.locals
@@ -162,6 +167,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self._expose_groups()
             return
 
+        self._refuse_fork()
         num_groups = len(self.param_groups)
 
         def add() -> None:
@@ -225,7 +231,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         del pieces  # so that each goes when it has been joined
         self._consolidated = self._whole_states(grouped) if self.rank == to else None
 
+    def _refuse_fork(self) -> None:
+        """A child of the process that trains has its groups, but not their threads: it would wait for ever."""
+        if os.getpid() != self._process:
+            raise forked()
+
     def _check_destination(self, to: int) -> None:
+        self._refuse_fork()
+
         def check() -> int:
             if type(to) is not int or not 0 <= to < self.world_size:
                 raise ValueError(f"consolidate_state_dict(to={to}): the group has ranks 0 to {self.world_size - 1}")
@@ -389,9 +402,16 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self._engine.wait_for_params()
 
     def _expose_groups(self) -> None:
+        me = weakref.ref(self)  # which has the groups
+
+        def wait() -> None:
+            engine = None if (optimizer := me()) is None else optimizer._engine
+            if engine is not None and engine.gather is Gather.LAZY:
+                engine.wait_for_params()
+
         for place, group in enumerate(self.param_groups):
             if not isinstance(group, ExposedGroup):
-                self.param_groups[place] = ExposedGroup(group, self._wait_for_params)
+                self.param_groups[place] = ExposedGroup(group, wait)
 
     @property
     def _default_device(self) -> torch.device:
@@ -446,10 +466,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 "register it by ddp.register_comm_hook(state, hook)"
             )
         return loss
-
-    def _on_update(self) -> None:
-        self._is_untouched = False
-        self._opt_called = True  # LR schedulers warn if step() was not called; backward was this optimizer's step
 
     def _expose_options(self) -> None:
         for exposed, options in zip(self.param_groups, self._book.locals[0].options(), strict=True):

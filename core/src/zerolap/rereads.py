@@ -160,7 +160,8 @@ class Rereads:
             "again (activation checkpointing), or a function's backward, uses it as a constant, by detach(), .data or under no_grad(). "
             'Use zerolap.attach(ddp, optimizer, schedule="on_step")'
         )
-        raise self._engine._fail(error, "backward") from error
+        self._engine._fail(error, "backward")
+        self._engine._raise_failure()  # now, and not when backward ends: what comes of this value is wrong
 
 
 def _is_recomputing() -> bool:

@@ -53,7 +53,7 @@ class WatchedEngine(NativeEngine):
         self._is_skipped = False  # the update by the gradients at hand
         self._is_searched = False  # these gradients, for ones that are not finite
         if safety.nonfinite is not NonFinite.IGNORE and self.schedule is not Schedule.ON_STEP:
-            self._on_lane[Verb.STEP] = self._step_if_finite
+            self._on_lane[Verb.STEP] = type(self)._step_if_finite
 
     # --- on the training thread ---------------------------------------------------------------------------------------
 
@@ -67,8 +67,8 @@ class WatchedEngine(NativeEngine):
         self._is_skipped = self._is_searched = False
         if self._is_audit_due() and self.schedule is not Schedule.ON_STEP:
             self._lane.submit(
-                partial(self._noting_failure, self._audit)
-            )  # ahead of the updates; if it fails, so does all behind it
+                partial(self._do_quietly, self._audit)
+            )  # ahead of the updates; if it fails, there are none
 
     def _shall_update(self) -> bool:
         if self.phase is not Phase.REDUCED:

@@ -58,14 +58,13 @@ def take(
 
 def _facts(engine: Engine, ranks: Sequence[int], names: dict[Tensor, str]) -> RankTrace:
     """All of a trace but its times."""
-    adapter, group, plan = engine._adapter, engine._group, engine._plan
+    adapter, plan = engine._adapter, engine._plan
     owned = [{owner for owner, pieces in planned.segments() if pieces} for planned in plan.buckets] if plan else []
-    device = engine._book.params[0].device
-    device_name = _name_of(device)
+    device_name = _name_of(engine.device)
     return RankTrace(
         rank=dist.get_rank(),
         ranks=tuple(ranks),
-        run=group.group_name,
+        run=engine.run_name,
         clock=Clock(host="", begin=0.0, unix=0.0),
         seconds=0.0,
         spans=(),
@@ -73,7 +72,7 @@ def _facts(engine: Engine, ranks: Sequence[int], names: dict[Tensor, str]) -> Ra
             Bucket(
                 num_bytes=sum(param.nbytes for param in recorded.params),
                 params=tuple(names.get(param, "?") for param in recorded.params),
-                is_shared=index < len(owned) and len(owned[index]) == group.size(),
+                is_shared=index < len(owned) and len(owned[index]) == engine._book.world_size,
             )
             for index, recorded in enumerate(engine._layout)
         ),

@@ -63,8 +63,13 @@ class CpuGlooAdapter(Adapter):
         return group
 
     def close_group(self, group: dist.ProcessGroup) -> None:
-        self._arenas.pop(group.group_name, None)
-        self._progress.pop(group.group_name, None)
+        arena = self._arenas.pop(group.group_name, None)
+        if arena is not None:
+            arena.close()
+        self._inbox.forget(group)
+        progress = self._progress.pop(group.group_name, None)
+        if progress is not None:
+            progress.close()
 
     def reduce_scatter(self, parts: Parts, *, into: Tensor, group: dist.ProcessGroup, tag: int, what: str) -> Pending:
         stages, arena = stages_of(group.rank(), group.size()), self._arena_of(group)

@@ -105,6 +105,10 @@ class Arena:
     def num_bytes(self) -> int:
         return self._ring.size
 
+    def close(self) -> None:
+        """Expect nothing more; letters that never came would keep the group, and its connections."""
+        self._unread = {rank: deque() for rank in self._unread}
+
     # --- sending ------------------------------------------------------------------------------------------------------
 
     def expect(self, num_bytes: int) -> None:

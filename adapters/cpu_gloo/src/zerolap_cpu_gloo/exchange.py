@@ -63,6 +63,9 @@ class Receive:
         self._tensor = None
         self._inbox.take_back(self)
 
+    def is_of(self, group: dist.ProcessGroup) -> bool:
+        return self._group is group
+
 
 class Inbox:
     """Memory for messages, used in a circle: as much as the largest of the recent buckets, but for two messages to eight.
@@ -104,6 +107,16 @@ class Inbox:
                 self._lent.popleft()
                 self._ring.free_oldest()
             self._post_what_fits()
+
+    def forget(self, group: dist.ProcessGroup) -> None:
+        """Expect nothing more of a group that is closed; what never came would keep it, and its connections."""
+        with self._lock:
+            self._waiting = deque(each for each in self._waiting if not each.is_of(group))
+            for receive in [each for each in self._lent if each.is_of(group)]:
+                receive.is_done = True
+            if all(receive.is_done for receive in self._lent):
+                self._lent.clear()
+                self._memory, self._ring = torch.empty(0, dtype=torch.uint8), Ring(0)
 
     def _post_what_fits(self) -> None:
         while self._waiting:
