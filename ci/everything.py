@@ -18,6 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 MOST_SECOND_TRIES = 2
 _SUMMARY = re.compile(r"=+ .*\b(passed|failed|errors?|skipped|deselected|no tests ran)\b.* in [\d.]+s.* =+")
+_COLOR = re.compile(r"\x1b\[[\d;]*m")
 _NOT_ALL_RUN = re.compile(r"^(!{4,}|INTERNALERROR)", re.MULTILINE)  # pytest's, when it stops before the last test
 
 Command = Sequence[str]
@@ -72,8 +73,9 @@ class Run:
             for line in process.stdout:
                 print(line, end="", flush=True)
                 lines.append(line)
-        self.summaries += [line.strip() for line in lines if _SUMMARY.match(line.strip())]
-        return process.returncode == 0, "".join(lines)
+        said = _COLOR.sub("", "".join(lines))
+        self.summaries += [line for line in said.splitlines() if _SUMMARY.match(line)]
+        return process.returncode == 0, said
 
 
 def run(checks: Sequence[Check], folder: Path) -> int:
