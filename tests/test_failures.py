@@ -121,6 +121,7 @@ def _train(
             backward(ddp, x)
             zero.step()
         except Exception as error:
+            assert isinstance(error, zerolap.ZerolapError) or "the model is out of luck" in str(error), repr(error)
             # The failure stays: going on is refused, with the first error named again.
             with pytest.raises(zerolap.ZerolapError, match=r"failed earlier|did not finish") as again:
                 zero.step()
