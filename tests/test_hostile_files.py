@@ -774,6 +774,21 @@ def test_what_is_made_again_and_again_is_bounded_by_the_length(noted: bytes, aga
     assert peak < 150 * len(data), peak
 
 
+@pytest.mark.parametrize("kind", ["numbers", "tuples", "a set of tuples", "complex numbers"])
+def test_keys_whose_hashes_were_chosen_are_refused(kind: str) -> None:
+    numbers = [number * (2**61 - 1) for number in range(1, 30_001)]  # all have the hash 0
+    value: Any = {
+        "numbers": dict.fromkeys(numbers[:3]),
+        "tuples": {(number, 0): None for number in range(30_000)},
+        "a set of tuples": {(number, 0) for number in range(30_000)},
+        "complex numbers": {1 + 2j: None},
+    }[kind]
+    began = time.monotonic()
+    with pytest.raises(UnreadableError):
+        _loaded(_saved(value))
+    assert time.monotonic() - began < 10
+
+
 def test_many_tensors_and_deep_values_are_read() -> None:
     """The bounds are not in the way of what is large and honest."""
     deep: Any = []
@@ -785,6 +800,12 @@ def test_many_tensors_and_deep_values_are_read() -> None:
     assert loaded["deep"] == deep
     assert _loaded(_saved([[] for _ in range(3000)])) == [[]] * 3000
     assert _loaded(_saved([set(range(256)), set(range(256)), set("abc")])) == [set(range(256))] * 2 + [set("abc")]
+    many = (
+        torch.zeros(1)
+        .expand(64, 64, 64, 64, 64)[:1, :1, :1, :1]
+        .as_strided((1, 1, 1, 1, 1), (2**24, 2**18, 2**12, 2**6, 1))
+    )
+    assert _loaded(_saved(many)).stride() == many.stride(), "strides of a large tensor, which is not made here"
     assert _loaded(_saved([b"x" * 10] * 100)) == [b"x" * 10] * 100
     assert _loaded(_saved([bytes([i % 256]) * 3 for i in range(500)]))[7] == b"\x07" * 3
 

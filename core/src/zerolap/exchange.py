@@ -150,7 +150,7 @@ def _exchange(
     """Send ``states`` to one rank while receiving those of another; all ranks at once."""
     rest, streamed, bodies = _split(states)
     message = (
-        _pack((rest, [tuple(each) for each in streamed])).to(device)
+        _pack((list(rest.items()), [tuple(each) for each in streamed])).to(device)
         if states
         else torch.empty(0, dtype=torch.uint8, device=device)
     )
@@ -260,8 +260,9 @@ def _unpack(message: Tensor) -> tuple[dict[Part, State], list[_Streamed]]:
     buffer = bytearray(message.numel())
     torch.frombuffer(buffer, dtype=torch.uint8).copy_(message)
     try:
-        rest, streamed = load_plain(io.BytesIO(buffer), len(buffer))
-        return _checked_rest(rest), [_checked_streamed(rest, *each) for each in streamed]
+        pairs, streamed = load_plain(io.BytesIO(buffer), len(buffer))
+        rest = _checked_rest(dict(pairs))
+        return rest, [_checked_streamed(rest, *each) for each in streamed]
     except Exception as error:
         raise ZerolapError(
             "an optimizer state holds something other than tensors, numbers, strings and containers of them, "
@@ -269,8 +270,8 @@ def _unpack(message: Tensor) -> tuple[dict[Part, State], list[_Streamed]]:
         ) from error
 
 
-def _checked_rest(rest: Any) -> dict[Part, State]:
-    if type(rest) is not dict or not all(_is_part(part) and type(state) is dict for part, state in rest.items()):
+def _checked_rest(rest: dict[Any, Any]) -> dict[Part, State]:
+    if not all(_is_part(part) and type(state) is dict for part, state in rest.items()):
         raise TypeError("states do not come by parts of parameters")
     return rest
 

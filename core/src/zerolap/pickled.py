@@ -18,7 +18,11 @@ from typing import Any, NoReturn
 from zerolap.errors import ZerolapError
 from zerolap_timeline.untrusted import printable
 
+# Hashes of texts and bytes are salted; those of numbers and tuples are not, so that a file can have many of the same hash. Then every
+# look-up takes as long as there are keys.
 _KEY_LENGTH = 16  # of a tuple that is a key in a dict
+_MOST_TUPLES = 20_000  # that are keys
+_LARGEST_KEY = 2**61 - 2  # below the modulus of hashes of numbers
 _ATOMS = frozenset({str, int, float, bool, bytes, complex, type(None)})
 _LONGEST_NAME = 1000
 _HASHED = (dict, set, frozenset)  # take more memory for each item
@@ -113,6 +117,7 @@ class _Interpreter:
         self.memo: dict[int, Any] = {}
         self.objects_left = num_objects
         self.made_left = len(program)
+        self.tuples_left = _MOST_TUPLES
 
     def run(self) -> Any:
         program, operations = self.program, _OPERATIONS
@@ -230,6 +235,9 @@ class _Interpreter:
         target = self.top()
         if type(target) not in (dict, OrderedDict) or len(items) % 2:
             refuse("items are put into what is no dict")
+        self.tuples_left -= sum(type(key) is tuple for key in items[::2])
+        if self.tuples_left < 0:
+            refuse("too many tuples are keys")
         for key, value in zip(items[::2], items[1::2], strict=True):
             target[checked_key(key)] = value
 
@@ -293,13 +301,18 @@ class _Interpreter:
 
 
 def checked_key(key: Any) -> Any:
-    """A key that is hashed in no time; deep or long tuples are not."""
-    is_flat = type(key) in _ATOMS or type(key) is Record
-    if not is_flat and not (
-        type(key) is tuple and len(key) <= _KEY_LENGTH and all(type(each) in _ATOMS for each in key)
-    ):
-        refuse("a key that is neither text, number, nor a few of them")
+    """A key that is hashed and found in no time."""
+    if type(key) is not Record and not _is_small(key):
+        is_flat = type(key) is tuple and len(key) <= _KEY_LENGTH and all(map(_is_small, key))
+        if not is_flat:
+            refuse("a key that is neither text, a number of common size, nor a few of them")
     return key
+
+
+def _is_small(key: Any) -> bool:
+    if type(key) is int:
+        return -_LARGEST_KEY <= key <= _LARGEST_KEY
+    return type(key) in _ATOMS and type(key) is not complex
 
 
 _U1, _U2, _U4, _U8, _I4, _F8 = (struct.Struct(form) for form in ("<B", "<H", "<I", "<Q", "<i", ">d"))

@@ -21,6 +21,7 @@ from zerolap.pickled import Maker, Table, UnreadableError, checked_key, parse, r
 
 _LARGEST_PICKLE = 2**26
 _MAX_DIMS = 64  # of a tensor of torch's
+_MOST_IN_SET = 100  # if tuples are among them, whose hashes can be chosen
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 
 DTYPES = {
@@ -193,8 +194,9 @@ def _tensor_v3(
 def _tensor(
     data: Tensor, dtype: torch.dtype, offset: Any, size: Any, stride: Any, requires_grad: Any, hooks: Any, metadata: Any
 ) -> Tensor:
-    size, stride = size_of(size), size_of(stride)
-    if type(offset) is not int or offset < 0 or len(stride) != len(size):
+    size = size_of(size)
+    is_stride = type(stride) is tuple and all(type(each) is int and 0 <= each < 2**60 for each in stride)
+    if type(offset) is not int or offset < 0 or not is_stride or len(stride) != len(size):
         refuse("a tensor with an odd place in its storage")
     if type(requires_grad) is not bool or hooks or metadata:
         refuse("a tensor that is more than its numbers")
@@ -202,7 +204,7 @@ def _tensor(
     if data.numel() % dtype.itemsize or (size.numel() and last >= data.numel() // dtype.itemsize):
         refuse("a tensor that is larger than its storage")
     whole = data.view(dtype) if data.numel() else torch.empty(0, dtype=dtype)
-    made = whole.as_strided(size, stride, offset) if size.numel() else torch.empty_strided(size, stride, dtype=dtype)
+    made = whole.as_strided(size, stride, offset) if size.numel() else torch.empty(size, dtype=dtype)
     return made.requires_grad_(requires_grad and (dtype.is_floating_point or dtype.is_complex))
 
 
@@ -219,8 +221,8 @@ def _device(kind: Any, index: Any = None) -> torch.device:
 
 
 def _set(items: Any) -> set[Any]:
-    if type(items) is not list:
-        refuse("a set that is none")
+    if type(items) is not list or (len(items) > _MOST_IN_SET and any(type(item) is tuple for item in items)):
+        refuse("a set that is none, or one of many tuples")
     return {checked_key(item) for item in items}
 
 
