@@ -25,7 +25,7 @@ from zerolap import convert
 from zerolap.reading import digest_of
 from zerolap_cli.app import app
 from zerolap_timeline import write
-from zerolap_timeline.untrusted import printable
+from zerolap_timeline.untrusted import printable, written_whole
 
 HOSTILE = "\x1b[2Jgone\x1b]0;owned\x07\x9b31m\u202ereversed\u2066\r\x08\ud800"  # clears, renames, colours, reorders, overwrites
 
@@ -62,7 +62,8 @@ NEEDS: dict[str, list[str]] = {
     "inspect": ["{checkpoint}"],
     "convert": ["{checkpoint}", "{fresh}"],
 }
-OPENED = ["{folder}", "/dev/zero", "/dev/null", "{pipe}", "{gone}", "/dev/null/x", "{unreadable}"]
+# Devices by links: what takes the place of one shall be in the test's own folder.
+OPENED = ["{folder}", "{zero}", "{null}", "{pipe}", "{gone}", "/dev/null/x", "{unreadable}"]
 
 
 def _commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -152,10 +153,12 @@ def _places(folder: Path) -> dict[str, str]:
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 3}, "one.pt")
     os.mkfifo("pipe")
     Path("unreadable").symlink_to("unreadable")
+    for name in ("zero", "null"):
+        Path(name).symlink_to(f"/dev/{name}")
     for trace in run_of(2, 3, 2):
         write(trace, "trace")
     checkpoint = convert.from_file("one.pt", "run")
-    names = {"trace": "trace", "checkpoint": str(checkpoint), "folder": "trace", "pipe": "pipe", "gone": "gone", "unreadable": "unreadable"}  # fmt: skip
+    names = {"trace": "trace", "checkpoint": str(checkpoint), "folder": "trace", "pipe": "pipe", "gone": "gone", "unreadable": "unreadable", "zero": "zero", "null": "null"}  # fmt: skip
     return {f"{{{name}}}": place for name, place in names.items()}
 
 
@@ -306,8 +309,32 @@ def test_files_that_are_no_traces_end_in_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "nan").write_text('{"zerolap_trace": NaN}')
     (tmp_path / HOSTILE[:9]).write_text("{}")
     (tmp_path / "folder" / "rank0.json").mkdir(parents=True)
-    for path in (*tmp_path.iterdir(), Path("/dev/zero"), Path("/dev/null"), Path("/proc/self/mem")):
+    for name in ("zero", "null"):
+        (tmp_path / name).symlink_to(f"/dev/{name}")
+    for path in (*tmp_path.iterdir(), Path("/proc/self/mem")):
         _checked("trace", str(path))
+
+
+def test_what_is_no_file_is_not_replaced_by_one(tmp_path: Path) -> None:
+    for trace in run_of(2, 3, 2):
+        write(trace, tmp_path / "run")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "null").symlink_to("/dev/null")
+    (tmp_path / "to-pipe").symlink_to("pipe")
+    (tmp_path / "old.json").write_text("old")
+    for name in ("pipe", "folder", "null", "to-pipe"):
+        before = os.lstat(tmp_path / name)
+        for option in ("--chrome", "--out"):
+            said = _checked("trace", str(tmp_path / "run"), "--no-open", option, str(tmp_path / name), codes=(1, 2))
+            assert "cannot be written" in said
+        with pytest.raises(OSError, match="is no regular file"), written_whole(tmp_path / name):
+            pass
+        assert (os.lstat(tmp_path / name).st_ino, os.lstat(tmp_path / name).st_mode) == (before.st_ino, before.st_mode)
+    with pytest.raises(TypeError), written_whole(tmp_path / "old.json") as stream:
+        stream.write("no bytes")  # type: ignore[arg-type]
+    assert (tmp_path / "old.json").read_text() == "old"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "null", "old.json", "pipe", "run", "to-pipe"]
 
 
 def test_many_spans_at_once_take_no_longer_than_their_number(tmp_path: Path) -> None:

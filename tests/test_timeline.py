@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import resource
 import shlex
 import subprocess
 import sys
@@ -181,19 +182,17 @@ def test_a_file_says_what_the_trace_said(tmp_path: Path) -> None:
     assert [each.name for each in path.parent.iterdir()] == ["rank0.json"]
 
 
-def test_what_cannot_be_written_whole_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_written_whole_is_not_written(tmp_path: Path) -> None:
     (trace,) = run_of(1, 3, 1)
     write(trace, tmp_path)
     before = (tmp_path / "rank0.json").read_bytes()
-
-    def full(path: Path, text: str, **_: Any) -> int:
-        with path.open("w") as file:
-            file.write(text[:100])
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(OSError, match="No space left"):
-        write(replace(trace, seconds=1.0), tmp_path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write(replace(trace, seconds=1.0), tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert (tmp_path / "rank0.json").read_bytes() == before
     assert len(list(tmp_path.iterdir())) == 1
 

@@ -21,7 +21,7 @@ from zerolap.saving import Target, write_state
 from zerolap.sharded import Described, described_then, from_sharded, room_for, to_sharded
 from zerolap.states import State, flat_state, shaped_state
 from zerolap.tensor_file import load_plain
-from zerolap_timeline.untrusted import open_regular, printable
+from zerolap_timeline.untrusted import open_regular, printable, written_whole
 
 
 @contextmanager
@@ -84,13 +84,8 @@ def to_file(path: str | os.PathLike[str], file: str | os.PathLike[str]) -> None:
     reader = CheckpointReader(Path(path))
     with _reading(path):
         consolidated = _consolidated(reader)
-    unfinished = Path(file).with_name(f".{Path(file).name}.{os.getpid()}")
-    try:
-        with unfinished.open("wb") as stream, _reading(path):  # what is nested too deeply can be read, and not written
-            torch.save(consolidated, stream)
-        unfinished.replace(file)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with written_whole(file) as stream, _reading(path):  # what is nested too deeply can be read, and not written
+        torch.save(consolidated, stream)
 
 
 def _consolidated(reader: CheckpointReader) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import webbrowser
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from zerolap_timeline import Run, Verdict, judge, merge, read, to_chrome, to_html
-from zerolap_timeline.untrusted import printable
+from zerolap_timeline.untrusted import printable, written_whole
 from zerolap_timeline.verdict import format_ms
 
 _NUM_EXPOSURES = 5
@@ -49,16 +48,10 @@ def examine(paths: Sequence[Path]) -> Found:
 def write(path: Path, text: str) -> Path:
     """Write a file whole, or leave what is there."""
     try:
-        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    except ValueError as error:
-        raise OSError(f"{printable(path)} cannot be written: it is no name of a file") from error
-    try:
-        unfinished.write_text(text, encoding="utf-8")
-        unfinished.replace(path)
+        with written_whole(path) as stream:
+            stream.write(text.encode())
     except OSError as error:
         raise OSError(f"{printable(path)} cannot be written: {error.strerror or error}") from error
-    finally:
-        unfinished.unlink(missing_ok=True)
     return path
 
 

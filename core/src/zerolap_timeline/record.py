@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zerolap_timeline.untrusted import printable, read_json
+from zerolap_timeline.untrusted import printable, read_json, written_whole
 
 SCHEMA = 1
 
@@ -85,12 +85,8 @@ def write(trace: RankTrace, folder: str | os.PathLike[str]) -> Path:
         ],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        unfinished.write_text(json.dumps(content, separators=(",", ":")), encoding="utf-8")
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with written_whole(path) as stream:
+        stream.write(json.dumps(content, separators=(",", ":")).encode())
     return path
 
 

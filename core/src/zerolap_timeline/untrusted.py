@@ -118,3 +118,25 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_number(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number of JSON")
+
+
+@contextlib.contextmanager
+def written_whole(path: str | os.PathLike[str]) -> Iterator[io.BufferedWriter]:
+    """Write a file that gets its name when all of it is there. Until then, and if anything fails, what is there stays.
+
+    A name takes the place of whatever has it, so a device, a pipe or a folder is refused: it would be gone.
+    """
+    target = Path(path)
+    try:
+        unfinished = target.with_name(f".{target.name}.{os.getpid()}")
+    except ValueError as error:
+        raise UntrustedFileError(f"{printable(target)} is no name of a file") from error
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISREG(os.stat(target).st_mode):
+            raise UntrustedFileError(f"{printable(target)} is no regular file, and is not replaced by one")
+    try:
+        with unfinished.open("wb") as stream:
+            yield stream
+        unfinished.replace(target)
+    finally:
+        unfinished.unlink(missing_ok=True)
