@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import zerolap
 from training import HOOK_MAKERS, SMALL_BUCKETS, Mlp, assert_same_params, backward, batches, iterate, overlapped, pair
 from zerolap_conformance.ranks import run_ranks
+from zerolap_cpu_gloo import CpuGlooAdapter
 
 CHANGED = "gradients were changed between backward and step()"
 
@@ -124,3 +126,34 @@ def _accumulate() -> None:
 
 def test_accumulated_gradients_are_not_taken_for_changed_ones() -> None:
     run_ranks(2, _accumulate)
+
+
+class Looking(CpuGlooAdapter):
+    """Counts which of DDP's first buckets are still there when memory is given back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: list[weakref.ref[torch.Tensor]] = []
+        self.num_alive: list[int] = []
+
+    def release_memory(self) -> None:
+        if self.first:
+            self.num_alive.append(sum(ref() is not None for ref in self.first))
+        super().release_memory()
+
+
+def _first_buckets() -> list[int]:
+    adapter = Looking()
+    ddp = DDP(Mlp(), bucket_cap_mb=SMALL_BUCKETS)
+    zero = zerolap.ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, overlap_with_ddp=True)
+    handle = zerolap.attach(ddp, zero, adapter=adapter)
+    for i, x in enumerate(batches(3)):
+        iterate(ddp, zero, x)
+        if i == 0:
+            adapter.first = [weakref.ref(recorded.buffer) for recorded in handle._engine._layout]
+    return adapter.num_alive
+
+
+def test_buckets_that_ddp_has_given_up_are_not_kept_for_comparison() -> None:
+    for num_alive in run_ranks(2, _first_buckets):
+        assert num_alive[0] == 0

@@ -479,6 +479,8 @@ class Engine(ABC):
     def _forget_buffers(self) -> None:
         """DDP has other buckets now; those it had shall not be held beside them."""
         self._layout = [replace(recorded, buffer=_NO_BUFFER) for recorded in self._layout]
+        self._watched_layout = []
+        self._gradient_watch.watch(())
         self._adapter.release_memory()
 
     def _arrive(self, index: int, bucket: GradBucket) -> Arrival:
