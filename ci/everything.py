@@ -41,12 +41,12 @@ class Run:
     summaries: list[str] = field(default_factory=list)
 
     def holds(self, check: Check) -> bool:
-        lastfailed = self.folder / ".pytest_cache/v/cache/lastfailed"
-        lastfailed.unlink(missing_ok=True)  # of an earlier run
+        for earlier in self._last_failed():
+            earlier.unlink()
         is_good, said = self._call(check.first)
         if is_good:
             return True
-        failed = sorted(json.loads(lastfailed.read_text())) if lastfailed.exists() else []
+        failed = sorted(test for file in self._last_failed() for test in json.loads(file.read_text()))
         commands: list[Command] = [check.first]
         if check.again is not None and failed and not _NOT_ALL_RUN.search(said):
             commands = check.again(failed)
@@ -57,6 +57,10 @@ class Run:
         if self.num_second_tries > MOST_SECOND_TRIES:
             return False
         return all(self._call(command)[0] for command in commands)
+
+    def _last_failed(self) -> list[Path]:
+        """Where pytest notes what has failed: in the project, or in tox's environment that it runs in."""
+        return [file for at in ("", ".tox/*/") for file in self.folder.glob(f"{at}.pytest_cache/v/cache/lastfailed")]
 
     def _call(self, command: Command) -> tuple[bool, str]:
         print(f"$ {' '.join(command)}", flush=True)

@@ -24,9 +24,13 @@ FLAKY = """
 """
 
 
-@pytest.fixture
-def everything(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+@pytest.fixture(params=["alone", "in tox"])
+def everything(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # ours is one, and imports torch
+    # pytest keeps its cache there. These tests may run in tox themselves, whose cache is not theirs.
+    monkeypatch.delenv("TOX_ENV_DIR", raising=False)
+    if request.param == "in tox":
+        monkeypatch.setenv("TOX_ENV_DIR", str(tmp_path / ".tox/toy"))
     spec = importlib.util.spec_from_file_location("everything", ROOT / "ci/everything.py")
     assert spec is not None
     assert spec.loader is not None
