@@ -52,6 +52,10 @@ def _chosen_fused(cls: Any, dtype: torch.dtype, defaults: dict[str, Any], **opti
     return zero.param_groups[0]["fused"]
 
 
+class Own(torch.optim.AdamW):
+    """A subclass, which may do anything with its options."""
+
+
 def _chosen() -> dict[str, Any]:
     sgd, adamw = torch.optim.SGD, torch.optim.AdamW
     return {
@@ -61,6 +65,7 @@ def _chosen() -> dict[str, Any]:
         "a small rate": _chosen_fused(sgd, torch.bfloat16, {"lr": 1e-7}),
         "as the user says": _chosen_fused(adamw, torch.float32, {"lr": 1e-3, "fused": False}),
         "foreach": _chosen_fused(adamw, torch.float32, {"lr": 1e-3, "foreach": True}),
+        "another class": _chosen_fused(Own, torch.float32, {"lr": 1e-3}),
     }
 
 
@@ -73,6 +78,7 @@ def test_fused_is_the_default_where_it_gives_the_same() -> None:
             "a small rate": None,
             "as the user says": False,
             "foreach": None,
+            "another class": None,
         }
 
 

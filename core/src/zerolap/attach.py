@@ -32,6 +32,7 @@ from zerolap.optimizer import ZeroRedundancyOptimizer
 from zerolap.optimizer_facts import Factory, exact_cuts, fused_is_same, is_elementwise
 from zerolap.preflight import called_together, check_sent_dtype, unwrapped
 from zerolap.safety import NonFinite, Safety, WatchedEngine
+from zerolap.shards import WITH_FUSED
 from zerolap.taking import take
 from zerolap.tracing import Trace
 
@@ -363,7 +364,8 @@ def _agree_on_facts(
     What one rank finds may be another's for another number of threads, or another processor: what all have found counts.
     """
     factory, groups = optimizer._book.factory, optimizer.param_groups
-    fused = [_may_be_fused(factory, group, precision) for group in groups]
+    is_known = optimizer._optimizer_class in WITH_FUSED  # a subclass may do otherwise with it
+    fused = [is_known and _may_be_fused(factory, group, precision) for group in groups]
     for group, is_fused in zip(groups, fused, strict=True):
         if is_fused:
             group["fused"] = True  # as it will be stepped; taken back below if another rank finds otherwise
@@ -394,7 +396,7 @@ def _agree_on_facts(
 
 def _may_be_fused(factory: Factory, group: dict[str, Any], precision: Precision) -> bool:
     """Whether the user has said nothing about it, and it gives the same for every dtype of the group."""
-    if group.get("fused", True) is not None or group["foreach"] is not None or group["differentiable"]:
+    if group["fused"] is not None or group["foreach"] is not None or group["differentiable"]:
         return False
     if group.get("capturable"):
         return False
