@@ -186,8 +186,8 @@ def attach(
     difference is an error on all of them. ``nonfinite`` says what becomes of an update whose gradients have NaN or infinities:
     ``raise`` and ``skip`` find them before anything is changed, on all ranks.
 
-    Where class and device have a fused implementation it is used, unless ``fused`` or ``foreach`` was given. ``adapter`` is one
-    of your own, or the name of one that is installed; without it the parameters' device decides.
+    Where a class of torch's has a fused implementation that gives the same it is used, unless ``fused`` or ``foreach`` was given.
+    ``adapter`` is one of your own, or the name of one that is installed; without it the parameters' device decides.
     """
     optimizer = unwrapped(optimizer)
     precision = Precision(master_weights=master_weights, reduce_dtype=reduce_dtype, gather_dtype=gather_dtype)

@@ -196,10 +196,6 @@ def _tolerance(samples: Sequence[_Sample]) -> float:
     return max([1e-3, *(30 * torch.finfo(sample.start.dtype).eps for sample in samples)])
 
 
-def _is_known(factory: Factory, options: Sequence[Options]) -> bool:
-    return _class_of(factory, options) in _SEPARABLE
-
-
 def _class_of(factory: Factory, options: Sequence[Options]) -> type[Optimizer]:
     """The class that a factory makes, which may be a function."""
     return type(factory([{**given, "params": []} for given in options]))
@@ -210,10 +206,13 @@ def _class_of(factory: Factory, options: Sequence[Options]) -> type[Optimizer]:
 
 def refuse_inseparable(factory: Factory, groups: Sequence[ParamGroup]) -> None:
     """ValueError if stepping parameters apart gives other results than stepping them together."""
-    # In full precision, where what depends on others is not taken for rounding.
-    options, samples = [options_of(group) for group in groups], _samples(groups, in_full_precision=True)
+    options = [options_of(group) for group in groups]
     kind = _class_of(factory, options)
-    if len(samples) < 2 or kind in _SEPARABLE:
+    if kind in _SEPARABLE:
+        return
+    # In full precision, where what depends on others is not taken for rounding.
+    samples = _samples(groups, in_full_precision=True)
+    if len(samples) < 2:
         return
     difference = 0.0
     with _unnoticed(samples[0].param.device):
@@ -248,9 +247,10 @@ _STAY = "Use overlap_with_ddp=False, where states stay where they are"
 
 def refuse_immovable(factory: Factory, groups: Sequence[ParamGroup]) -> None:
     """ValueError if states cannot be taken to another optimizer of the class, or it does not go on there as before."""
-    options, samples = [options_of(group) for group in groups], _samples(groups)
+    options = [options_of(group) for group in groups]
     kind = _class_of(factory, options)
-    if not samples or kind in _SEPARABLE:
+    samples = [] if kind in _SEPARABLE else _samples(groups)
+    if not samples:
         return
     half, difference = _NUM_STEPS // 2, 0.0
     with _unnoticed(samples[0].param.device):
@@ -301,7 +301,7 @@ def exact_cuts(
     wherever it is cut. ``stepped_as`` says in which dtype a parameter's shard is stepped.
     """
     options = [options_of(group) for group in groups]
-    is_known = _is_known(factory, options)
+    is_known = _class_of(factory, options) in _SEPARABLE
     has_tails = cut > 1 and torch.get_num_threads() > 1
     found: dict[torch.dtype, int | None] = {}
     for place, group in enumerate(groups):
