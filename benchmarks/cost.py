@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import zerolap
-from zerolap.plan import Policy, Slot, make_plan
+from zerolap.schedule.ownership import Policy, Slot, make_plan
 from zerolap_conformance.ranks import run_ranks
 
 RESULTS = Path(__file__).parent / "results"

@@ -32,11 +32,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from entries import ADAMW, MODELS, Entry, Plain, Zerolap
 from network import open_network
 
-from zerolap.calibration import Measured, calibrate, measure
-from zerolap.forecast import Forecast, forecast_all
-from zerolap.machine import Gather, Schedule
-from zerolap.sizing import describe, workload_of
-from zerolap.timing import reduce_nothing
+from zerolap.calibrate.calibrate import Measured, calibrate, measure
+from zerolap.calibrate.from_model import describe, workload_of
+from zerolap.calibrate.measure import reduce_nothing
+from zerolap.forecast.forecast import Forecast, forecast_all
+from zerolap.schedule.machine import Gather, Schedule
 
 ALONE = "forward and backward"
 

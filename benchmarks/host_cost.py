@@ -132,7 +132,7 @@ def measure(width: int, is_ours_only: bool, on_simulated_device: bool) -> dict[s
         adapter = zerolap_sim.SimAdapter()  # type: ignore[assignment]
         group = dist.new_group(backend=f"cpu:gloo,{zerolap_sim.device_name()}:simccl")
     else:
-        stream: Any = sys.modules["zerolap.stream"]
+        stream: Any = sys.modules["zerolap.backend.streams"]
         stream.torch.Stream = stream.torch.Event = NoStream
         only = NoStream()
         stream.torch.accelerator.current_stream = lambda device: only

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from entries import MODELS, Zerolap
 from network import open_network
 
-from zerolap_timeline import merge, read, to_html
+from zerolap.observe.timeline import merge, read, to_html
 
 WAYS = [("interleaved", "eager"), ("interleaved", "lazy"), ("after_backward", "lazy"), ("on_step", "eager")]
 OF_README = ("interleaved", "lazy")

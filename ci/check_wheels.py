@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = {  # folder: import name, what it may depend on
-    "core": ("zerolap", {"torch"}),  # and zerolap_cli, zerolap_timeline
+    "core": ("zerolap", {"torch"}),
     "adapters/cpu_gloo": ("zerolap_cpu_gloo", {"zerolap"}),
     "adapters/cuda_nccl": ("zerolap_cuda_nccl", {"zerolap"}),
     "adapters/ascend_hccl": ("zerolap_ascend_hccl", {"zerolap"}),
@@ -21,15 +21,14 @@ PACKAGES = {  # folder: import name, what it may depend on
 }
 DATA = {  # folder: files beside the code that it needs
     "core": (
-        "zerolap_cli/app.py",
-        "zerolap_cli/sonnets.txt",
-        "zerolap_cli/py.typed",
-        "zerolap_timeline/py.typed",
-        "zerolap_timeline/page.html",
-        "zerolap_timeline/page.css",
-        "zerolap_timeline/page_model.js",
-        "zerolap_timeline/page_draw.js",
-        "zerolap_timeline/page_input.js",
+        "zerolap/cli/app.py",
+        "zerolap/cli/sonnets.txt",
+        "zerolap/py.typed",
+        "zerolap/observe/timeline/page.html",
+        "zerolap/observe/timeline/page.css",
+        "zerolap/observe/timeline/page_model.js",
+        "zerolap/observe/timeline/page_draw.js",
+        "zerolap/observe/timeline/page_input.js",
     ),
     "adapters/sim": ("zerolap_sim/csrc/runtime.cpp", "zerolap_sim/csrc/runtime.h"),
     "conformance": ("zerolap_conformance/page.html",),

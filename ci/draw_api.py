@@ -7,6 +7,7 @@ name that is gone is refused, by the page's own rules; ``--drop NAME`` says that
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import re
 import sys
@@ -151,8 +152,9 @@ def _members(value: Any) -> Iterator[tuple[str, str, str]]:
 
 def _field_docs(value: type) -> dict[str, str]:
     """The strings that stand behind fields."""
-    (node,) = ast.parse(textwrap.dedent(inspect.getsource(value))).body
-    assert isinstance(node, ast.ClassDef)
+    homes = zerolap._HOMES if value.__module__ == "zerolap" else checkpoint._HOMES  # where the class was written
+    tree = ast.parse(inspect.getsource(importlib.import_module(homes[value.__name__])))
+    (node,) = (each for each in tree.body if isinstance(each, ast.ClassDef) and each.name == value.__name__)
     return {
         ast.unparse(field.target): " ".join(said.value.value.split())
         for field, said in pairwise(node.body)

@@ -9,7 +9,7 @@ import sys
 from html import escape
 from pathlib import Path
 
-from zerolap.machine import IN_BACKWARD, ON_STEP, Event, Phase, Table
+from zerolap.schedule.machine import IN_BACKWARD, ON_STEP, Event, Phase, Table
 
 DOCS = Path(__file__).parent.parent / "docs"
 COLUMN, ROW, HEAD_HEIGHT, LEFT = 215, 32, 64, 112

@@ -1,6 +1,6 @@
-"""The demo, as a program for torchrun. It lives in core/src/zerolap_cli/demo.py, so that an installed zerolap has it, too."""
+"""The demo, as a program for torchrun. It lives in core/src/zerolap/cli/demo.py, so that an installed zerolap has it, too."""
 
-from zerolap_cli.demo import main
+from zerolap.cli.demo import main
 
 if __name__ == "__main__":
     main()

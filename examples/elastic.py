@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import zerolap
 from zerolap import checkpoint
 
-TEXT = files("zerolap_cli").joinpath("sonnets.txt").read_text()
+TEXT = files("zerolap.cli").joinpath("sonnets.txt").read_text()
 SEED, CONTEXT, GLOBAL_BATCH = 0, 16, 32  # the batch of all ranks together: more ranks, smaller parts
 
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zerolap
 from zerolap import Adapter, Capabilities, Parts, Pending
-from zerolap.lane import HostSide, ThreadLane
+from zerolap.backend.lanes import HostSide, ThreadLane
 from zerolap_cpu_gloo import CpuGlooAdapter
 
 

@@ -27,7 +27,7 @@ from stream_mutants import (
     UsesWhatHasNotArrived,
 )
 from zerolap import Capabilities, Parts, Pending
-from zerolap.stream import StreamLane, StreamSide, _Arrived, _current
+from zerolap.backend.streams import StreamLane, StreamSide, _Arrived, _current
 
 
 class _Sim(zerolap_sim.SimAdapter):

@@ -16,12 +16,12 @@ import zerolap
 import zerolap_sim
 from sim_programs import device_group
 from stream_programs import Attached, sim_device, train
-from zerolap.engine import Arrival
-from zerolap.safety import WatchedEngine
-from zerolap.stream import StreamLane, StreamSide, _Arrived, _current
+from zerolap.backend.streams import StreamLane, StreamSide, _Arrived, _current
+from zerolap.runtime.engine import Arrival
+from zerolap.runtime.safety import WatchedEngine
 
 # The function zerolap.attach hides its module of the same name.
-attach_module: Any = sys.modules["zerolap.attach"]
+attach_module: Any = sys.modules["zerolap.api.attach"]
 
 # --- lanes ------------------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from zerolap_timeline import Bucket, Clock, RankTrace, Span
+from zerolap.observe.timeline import Bucket, Clock, RankTrace, Span
 
 
 def trace_of(spans: Sequence[Span], *, rank: int = 0, num_ranks: int = 1, seconds: float = 100.0) -> RankTrace:

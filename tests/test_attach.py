@@ -25,8 +25,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import zerolap
 import zerolap_cpu_gloo
 from training import Mlp, assert_same_params, backward, batches, iterate, pair
-from zerolap import engine
-from zerolap.native import NativeEngine
+from zerolap.runtime import engine
+from zerolap.runtime.native import NativeEngine
 from zerolap_conformance.ranks import run_ranks, try_ranks
 
 SCHEDULES = ("interleaved", "after_backward", "on_step")
@@ -738,7 +738,7 @@ class Tiny(nn.Module):
 
 def _overhead() -> dict[int, float]:
     """Time of what we do for a bucket, without the optimizer's own step, by number of parameters in the bucket."""
-    from zerolap.native import NativeEngine
+    from zerolap.runtime.native import NativeEngine
 
     class Idle(torch.optim.SGD):
         is_elementwise = True

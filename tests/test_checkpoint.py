@@ -24,8 +24,11 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import zerolap
 from training import Mlp, iterate
-from zerolap import checkpoint, convert, reading, saving
-from zerolap.reading import CheckpointError
+from zerolap import checkpoint
+from zerolap.checkpoint import convert
+from zerolap.checkpoint import reader as reading
+from zerolap.checkpoint import writer as saving
+from zerolap.checkpoint.reader import CheckpointError
 from zerolap_conformance.ranks import run_ranks, try_ranks
 
 ADAMW = {"lr": 0.01, "weight_decay": 0.1}
@@ -448,7 +451,7 @@ def _exploit_in_metadata(path: Path) -> None:
 
 def _exploit_in_an_entry(path: Path) -> None:
     """In place of what torch.distributed.checkpoint keeps as bytes."""
-    from zerolap.reading import CheckpointReader
+    from zerolap.checkpoint.reader import CheckpointReader
 
     reader = CheckpointReader(path)
     for index, info in reader.metadata.storage_data.items():

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 import torch
 
-from zerolap import checkpoint_folder as folder_module
-from zerolap.checkpoint import pack
-from zerolap.checkpoint_folder import Writer, find, latest, path_of, place, remove_all_but, steps, sweep
-from zerolap.reading import CheckpointError, CheckpointReader
-from zerolap.saving import Target, write_state
+from zerolap.checkpoint import folder as folder_module
+from zerolap.checkpoint.checkpoint import pack
+from zerolap.checkpoint.folder import Writer, find, latest, path_of, place, remove_all_but, steps, sweep
+from zerolap.checkpoint.reader import CheckpointError, CheckpointReader
+from zerolap.checkpoint.writer import Target, write_state
 from zerolap_conformance.ranks import _SERVER
 
 # How a save has ended: beyond its last call, with a call that failed and did not matter, or not.

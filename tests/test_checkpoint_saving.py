@@ -22,9 +22,10 @@ from typer.testing import CliRunner
 import zerolap
 from test_checkpoint import ADAMW, _assert_same, _make, _snapshot, _train
 from training import Mlp
-from zerolap import checkpoint, convert
-from zerolap.reading import CheckpointError
-from zerolap_cli.app import app
+from zerolap import checkpoint
+from zerolap.checkpoint import convert
+from zerolap.checkpoint.reader import CheckpointError
+from zerolap.cli.app import app
 from zerolap_conformance.ranks import run_ranks
 
 # --- the latest -------------------------------------------------------------------------------------------------------
@@ -452,7 +453,7 @@ def _slow_disk(folder: str) -> list[str]:
     """A file system that hangs on one rank: there is no collective whose timeout would end the wait."""
     from torch.distributed.checkpoint import filesystem
 
-    from zerolap import saving as module
+    from zerolap.checkpoint import writer as module
 
     module._GRACE_SECONDS = 1.0
     run, said, fsync = Path(folder, "run"), [], os.fsync

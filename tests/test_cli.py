@@ -20,9 +20,9 @@ from typer.testing import CliRunner
 
 import zerolap
 from training import Mlp, batches, iterate
-from zerolap_cli import demo
-from zerolap_cli.app import app
-from zerolap_cli.skeleton import write
+from zerolap.cli import demo
+from zerolap.cli.app import app
+from zerolap.cli.skeleton import write
 from zerolap_conformance.ranks import run_ranks
 
 ROOT = Path(__file__).parent.parent
@@ -352,8 +352,8 @@ def test_the_benchmark_runs_from_the_source_tree_and_says_so_elsewhere(tmp_path:
     assert run.returncode == 0, run.stderr
     assert "zerolap interleaved eager, 5 MB" in [row["name"] for row in json.loads(run.stdout)["rows"]]
     assert not list(tmp_path.iterdir())
-    shutil.copytree(ROOT / "core/src/zerolap_cli", tmp_path / "a/b/c/zerolap_cli")  # as if it were installed
-    code = "from zerolap_cli import main; main()"
+    shutil.copytree(ROOT / "core/src/zerolap", tmp_path / "a/b/c/zerolap")  # as if it were installed
+    code = "from zerolap.cli import main; main()"
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "a/b/c")}
     elsewhere = subprocess.run(
         [sys.executable, "-P", "-c", code, "bench"], cwd=tmp_path, env=environment, capture_output=True, text=True
@@ -390,7 +390,7 @@ def test_without_torch_it_says_what_is_missing(tmp_path: Path) -> None:
     def call(*paths: str, command: str = "doctor") -> list[subprocess.CompletedProcess[str]]:
         """As the installed command does it, and by -m."""
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT / "core/src"), *paths))}
-        ways = (["-c", "import zerolap_cli; zerolap_cli.main()"], ["-m", "zerolap"])
+        ways = (["-c", "from zerolap.cli import main; main()"], ["-m", "zerolap"])
         return [
             subprocess.run([python, *way, command], env=environment, capture_output=True, text=True) for way in ways
         ]
@@ -411,5 +411,9 @@ def test_without_torch_it_says_what_is_missing(tmp_path: Path) -> None:
     for run in call(str(some), command="demo"):
         assert run.returncode == 1, run.stdout
         assert "this needs torch; pip install torch" in run.stderr
-    importing = [python, "-c", f"import sys; sys.path.insert(0, {str(ROOT / 'core/src')!r}); import zerolap"]
+    importing = [
+        python,
+        "-c",
+        f"import sys; sys.path.insert(0, {str(ROOT / 'core/src')!r}); import zerolap; zerolap.attach",
+    ]
     assert "No module named 'torch'" in subprocess.run(importing, capture_output=True, text=True).stderr

@@ -21,11 +21,11 @@ import typer.main
 from typer.testing import CliRunner
 
 from synthetic_runs import run_of
-from zerolap import convert
-from zerolap.reading import digest_of
-from zerolap_cli.app import app
-from zerolap_timeline import write
-from zerolap_timeline.untrusted import printable, written_whole
+from zerolap.checkpoint import convert
+from zerolap.checkpoint.reader import digest_of
+from zerolap.cli.app import app
+from zerolap.observe.timeline import write
+from zerolap.untrusted.files import printable, written_whole
 
 HOSTILE = "\x1b[2Jgone\x1b]0;owned\x07\x9b31m\u202ereversed\u2066\r\x08\ud800"  # clears, renames, colours, reorders, overwrites
 

@@ -13,20 +13,28 @@ from torch.futures import Future
 
 import zerolap
 import zerolap_cpu_gloo
-from zerolap import registry
-from zerolap.lane import ThreadLane, Waiter
+from zerolap.backend import registry
+from zerolap.backend.lanes import ThreadLane, Waiter
 
 
 def test_core_names_no_backend_and_no_device() -> None:
     names = re.compile(r"\b(gloo|nccl|rccl|hccl|xccl|ccl|mpi|ucc|npu|xpu|cuda|rocm|hpu|ascend)\b", re.IGNORECASE)
-    files = list(Path(zerolap.__file__).parent.rglob("*.py"))
+    root = Path(zerolap.__file__).parent
+    files = [file for file in root.rglob("*.py") if root / "cli" not in file.parents]  # which writes vendors' skeletons
     assert len(files) > 8
     found = [f"{file.name}: {line}" for file in files for line in file.read_text().splitlines() if names.search(line)]
     assert not found, found
 
 
 def test_what_decides_and_what_forecasts_needs_no_torch() -> None:
-    for name in ("machine", "plan", "workload", "clock", "simulated", "forecast"):
+    for name in (
+        "schedule/machine",
+        "schedule/ownership",
+        "forecast/workload",
+        "forecast/event_loop",
+        "forecast/simulator",
+        "forecast/forecast",
+    ):
         source = (Path(zerolap.__file__).parent / f"{name}.py").read_text()
         assert not re.search(r"^(import|from) torch", source, re.MULTILINE)
 

@@ -29,8 +29,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import zerolap
 from synthetic_runs import run_of
 from training import Mlp, batches
+from zerolap.observe.timeline import write
 from zerolap_conformance.ranks import run_ranks
-from zerolap_timeline import write
 
 ROOT = Path(__file__).parent.parent
 PAGES = [str(path.relative_to(ROOT)) for path in (*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md")))]
@@ -154,7 +154,7 @@ def test_the_code_of_a_page_runs(page: str, tmp_path: Path) -> None:
 
 
 def test_what_pages_show_of_files_is_there_and_run_somewhere() -> None:
-    runners = [*ROOT.glob("tests/*.py"), *ROOT.glob("ci/*.py"), ROOT / "tox.ini", ROOT / "core/src/zerolap_cli/app.py"]
+    runners = [*ROOT.glob("tests/*.py"), *ROOT.glob("ci/*.py"), ROOT / "tox.ini", ROOT / "core/src/zerolap/cli/app.py"]
     texts = {path: path.read_text() for path in runners}
     for block in BLOCKS:
         for file in block.shown_files:

@@ -29,7 +29,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import zerolap
 from test_net import hosts  # noqa: F401 - a fixture
 from training import Mlp
-from zerolap import checkpoint, convert
+from zerolap import checkpoint
+from zerolap.checkpoint import convert
 from zerolap_conformance.ranks import run_ranks
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "elastic.py"

@@ -110,7 +110,7 @@ def _embedded() -> None:
     assert 0.3 < stats.state_bytes / whole < 0.7
     assert any("is not known to treat every element by itself" in message for message in kept.messages), kept.messages
     assert "6 updates" in kept.messages[-1]
-    strangers = {"zerolap_cli", "zerolap_cpu_gloo", "typer", "rich"} & sys.modules.keys()
+    strangers = {"zerolap.cli", "zerolap_cpu_gloo", "typer", "rich"} & sys.modules.keys()
     assert not strangers, strangers
 
 

@@ -17,14 +17,14 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import zerolap
 from training import SMALL_BUCKETS, Mlp, backward, batches
-from zerolap.calibration import Measured, calibrate, measure
-from zerolap.forecast import Compute, Forecast, Link, Pattern, forecast, forecast_all, forecast_ddp, recommend
-from zerolap.machine import Agreement, Gather, Schedule
-from zerolap.native import Precision
-from zerolap.plan import GroupRank
-from zerolap.shards import FlatParams
-from zerolap.sizing import Described, describe, workload_of
-from zerolap.workload import MB, Param, Workload, bucketize, sent_bytes, sharded_memory, traffic_of
+from zerolap.calibrate.calibrate import Measured, calibrate, measure
+from zerolap.calibrate.from_model import Described, describe, workload_of
+from zerolap.forecast.forecast import Compute, Forecast, Link, Pattern, forecast, forecast_all, forecast_ddp, recommend
+from zerolap.forecast.workload import MB, Param, Workload, bucketize, sent_bytes, sharded_memory, traffic_of
+from zerolap.runtime.native import Precision
+from zerolap.runtime.shards import FlatParams
+from zerolap.schedule.machine import Agreement, Gather, Schedule
+from zerolap.schedule.ownership import GroupRank
 from zerolap_conformance.ranks import run_ranks
 from zerolap_cpu_gloo.exchange import bytes_of_gather, stage_sizes, stages_of
 
@@ -242,7 +242,7 @@ def test_bytes_of_an_exchange_in_stages_are_those_that_the_adapter_counts(num_ra
 
 
 def traffic_plan(workload: Workload, num_ranks: int) -> Any:
-    from zerolap.plan import Policy, make_plan
+    from zerolap.schedule.ownership import Policy, make_plan
 
     plan = make_plan(workload.layout, world_size=num_ranks, policy=Policy.BY_ELEMENT, cut=workload.cut)
     return plan.buckets
@@ -474,7 +474,7 @@ def test_a_forecast_is_cheap() -> None:
 
 
 def test_7_billion_parameters_on_4096_ranks_are_forecast_in_seconds() -> None:
-    from zerolap_cli.given import typical
+    from zerolap.cli.given import typical
 
     start = time.process_time()
     workload = workload_of(typical(7e9), optimizer_class=torch.optim.AdamW)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from zerolap.foresight import Profile, agree, profile, seconds_by_size
-from zerolap.machine import Gather, Schedule
-from zerolap.plan import Slot
-from zerolap.workload import Param, Workload
-from zerolap_timeline import Span
+from zerolap.forecast.bucket_sizes import Profile, agree, profile, seconds_by_size
+from zerolap.forecast.workload import Param, Workload
+from zerolap.observe.timeline import Span
+from zerolap.schedule.machine import Gather, Schedule
+from zerolap.schedule.ownership import Slot
 
 MB = 2**20
 WAYS = [(Schedule.INTERLEAVED, Gather.EAGER), (Schedule.AFTER_BACKWARD, Gather.LAZY)]

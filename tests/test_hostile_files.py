@@ -27,11 +27,12 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import zerolap
 from training import SMALL_BUCKETS, Mlp, batches, iterate
-from zerolap import checkpoint, convert
-from zerolap.dcp_metadata import read_metadata
-from zerolap.pickled import UnreadableError
-from zerolap.reading import CheckpointError, CheckpointReader, digest_of
-from zerolap.tensor_file import load_plain
+from zerolap import checkpoint
+from zerolap.checkpoint import convert
+from zerolap.checkpoint.dcp_metadata import read_metadata
+from zerolap.checkpoint.reader import CheckpointError, CheckpointReader, digest_of
+from zerolap.untrusted.pickles import UnreadableError
+from zerolap.untrusted.tensors import load_plain
 from zerolap_conformance.ranks import run_ranks
 
 

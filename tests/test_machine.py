@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 
 from zerolap.errors import IllegalEventError
-from zerolap.machine import TABLES, Action, Agreement, Event, Gather, Machine, Phase, Schedule, Verb
+from zerolap.schedule.machine import TABLES, Action, Agreement, Event, Gather, Machine, Phase, Schedule, Verb
 
 COLLECTIVES = {Verb.REDUCE, Verb.MIGRATE, Verb.AGREE, Verb.GATHER}
 

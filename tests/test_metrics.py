@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import zerolap
 from training import Mlp, batches, iterate
-from zerolap.logs import FORMAT, logger_of
+from zerolap._logging import FORMAT, logger_of
 from zerolap_conformance.ranks import run_ranks
 
 

@@ -318,7 +318,7 @@ def test_every_rank_holds_its_own_states_only() -> None:
 
 
 def _overlaps_once_the_layout_is_known() -> list[int]:
-    from zerolap.engine import Engine
+    from zerolap.runtime.engine import Engine
 
     recorded = []
     record = Engine._record

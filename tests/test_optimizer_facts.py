@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 import zerolap
 from training import HOOK_MAKERS, Mlp, assert_same_params, backward, batches, iterate, pair
-from zerolap import optimizer_facts
+from zerolap.runtime import optimizer_facts
 from zerolap_conformance.ranks import run_ranks, try_ranks
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -84,7 +84,7 @@ def test_fused_is_the_default_where_it_gives_the_same() -> None:
 
 def _one_rank_disagrees() -> Any:
     if dist.get_rank() == 1:
-        module: Any = importlib.import_module("zerolap.attach")
+        module: Any = importlib.import_module("zerolap.api.attach")
         module.fused_is_same = lambda *args, **kwargs: False
     return _chosen_fused(torch.optim.AdamW, torch.float32, {"lr": 1e-3})
 

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.optim import ZeroRedundancyOptimizer as Upstream
 from torch.distributed.optim import zero_redundancy_optimizer as upstream_module
 
-from zerolap.plan import GroupRank, Layout, Plan, Policy, Slot, greedy_owners, make_plan
+from zerolap.schedule.ownership import GroupRank, Layout, Plan, Policy, Slot, greedy_owners, make_plan
 
 
 def random_layout(rng: random.Random, *, num_params: int, largest: int = 3000) -> Layout:

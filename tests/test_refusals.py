@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import zerolap
 import zerolap_cpu_gloo
 from training import Mlp, backward, batches, overlapped
-from zerolap import registry
+from zerolap.backend import registry
 from zerolap_conformance.ranks import try_ranks
 
 Zero = zerolap.ZeroRedundancyOptimizer

@@ -290,7 +290,7 @@ CASES = [
 def _assert_refused(outcomes: list[Any], parameter: str) -> None:
     for outcome in outcomes:
         assert outcome.error is not None
-        assert outcome.error.strip().splitlines()[-1].startswith("zerolap.errors.ZerolapError: rank "), outcome.error
+        assert outcome.error.strip().splitlines()[-1].startswith("zerolap.ZerolapError: rank "), outcome.error
         assert f"{parameter} is read again inside backward after its gradient was complete" in outcome.error
         assert 'schedule="on_step"' in outcome.error
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import zerolap
-import zerolap.shards as shards
+import zerolap.runtime.shards as shards
 from training import HOOK_MAKERS, SMALL_BUCKETS, assert_same_params, backward, batches, overlapped
-from zerolap.shards import FlatParams
+from zerolap.runtime.shards import FlatParams
 from zerolap_conformance.ranks import run_ranks
 
 

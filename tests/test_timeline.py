@@ -18,8 +18,20 @@ from typing import Any
 import pytest
 
 from synthetic_runs import run_of, trace_of
-from zerolap_timeline import Clock, RankTrace, Span, TraceError, Verdict, judge, merge, read, to_chrome, to_html, write
-from zerolap_timeline.verdict import both, union, without
+from zerolap.observe.timeline import (
+    Clock,
+    RankTrace,
+    Span,
+    TraceError,
+    Verdict,
+    judge,
+    merge,
+    read,
+    to_chrome,
+    to_html,
+    write,
+)
+from zerolap.observe.timeline.verdict import both, union, without
 
 ROOT = Path(__file__).parent.parent
 
@@ -327,7 +339,7 @@ def test_a_page_of_nothing_can_be_made() -> None:
 
 
 def _zerolap(*arguments: object, python: str = sys.executable, paths: tuple[str, ...] = ()) -> Any:
-    code = f"import sys; sys.path[:0] = {[str(ROOT / 'core/src'), *paths]}; import zerolap_cli; zerolap_cli.main()"
+    code = f"import sys; sys.path[:0] = {[str(ROOT / 'core/src'), *paths]}; from zerolap.cli import main; main()"
     command = [python, "-c", code, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
@@ -373,7 +385,7 @@ def test_in_a_terminal_the_command_opens_the_timeline_unless_it_goes_elsewhere(t
     browser, asked = tmp_path / "browser", tmp_path / "asked"
     browser.write_text(f'#!/bin/sh\necho "$1" >> {shlex.quote(str(asked))}\n')
     browser.chmod(0o755)
-    code = f"import sys; sys.path.insert(0, {str(ROOT / 'core/src')!r}); import zerolap_cli; zerolap_cli.main()"
+    code = f"import sys; sys.path.insert(0, {str(ROOT / 'core/src')!r}); from zerolap.cli import main; main()"
 
     def call(*arguments: str, is_terminal: bool = True) -> list[str]:
         """The pages that a browser was asked for."""

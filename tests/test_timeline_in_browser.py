@@ -13,7 +13,7 @@ import pytest
 
 from synthetic_runs import run_of, trace_of
 from test_page_in_browser import LOWEST_CONTRAST, Open, opening
-from zerolap_timeline import RankTrace, Span, judge, merge, to_html
+from zerolap.observe.timeline import RankTrace, Span, judge, merge, to_html
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs the playwright package")
 

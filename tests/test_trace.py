@@ -22,9 +22,9 @@ import zerolap_sim
 from sim_programs import device_group, on_device, small_batch, small_model
 from stream_programs import GATHERS, SCHEDULES, SGD, Attached, sim_device
 from training import HOOK_MAKERS, Mlp, assert_same_params, backward, batches, iterate, overlapped, pair
+from zerolap.observe.timeline import Span, judge, merge, read
 from zerolap_conformance.ranks import run_ranks, try_ranks
 from zerolap_cpu_gloo import CpuGlooAdapter
-from zerolap_timeline import Span, judge, merge, read
 
 ADAMW = {"lr": 0.01, "fused": False}
 WAYS = [(schedule, gather) for schedule in SCHEDULES for gather in GATHERS]

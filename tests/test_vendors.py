@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from zerolap_cli.skeleton import write
+from zerolap.cli.skeleton import write
 from zerolap_conformance.requirements import all_requirements
 from zerolap_conformance.run import try_requirements
 from zerolap_sim import build

@@ -14,7 +14,7 @@ from torch import Tensor
 import zerolap
 from breakers import Later, caught_by
 from zerolap import Parts, Pending
-from zerolap.lane import ThreadLane
+from zerolap.backend.lanes import ThreadLane
 from zerolap_cpu_gloo import CpuGlooAdapter
 
 SCHEDULES = "OVL-1 OVL-2 OVL-3 OVL-4 OVL-5 OVL-6"

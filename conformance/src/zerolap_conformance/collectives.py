@@ -11,7 +11,7 @@ from torch import Tensor
 
 import zerolap
 from zerolap import Adapter
-from zerolap.plan import GroupRank
+from zerolap.schedule.ownership import GroupRank
 from zerolap_conformance.requirements import NotDeclaredError, requirement
 from zerolap_conformance.support import busy, come_late, device_of, expect, expect_equal, own_group, world
 

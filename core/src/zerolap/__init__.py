@@ -1,73 +1,87 @@
-"""Sharded optimizers for data-parallel training, overlapped with backward, on any backend of torch.distributed."""
+"""Sharded optimizers for data-parallel training, overlapped with backward, on any backend of torch.distributed.
 
-import importlib
-import importlib.util
-import sys
-from typing import Any
+Public is what is listed here, and ``zerolap.checkpoint``. Importing this imports nothing else: a name comes when it is first used, so
+that forecasts, traces and the command line work where torch is not installed.
+"""
 
-if sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)] == "zerolap" and importlib.util.find_spec("torch") is None:
-    # `python -m zerolap` comes here before it comes to __main__: the command can say what is missing, the imports below cannot.
-    from zerolap_cli import main
+from typing import TYPE_CHECKING
 
-    main()
+from zerolap._public import lazily
 
-from zerolap.adapter import Adapter, Capabilities, GroupSpec
-from zerolap.attach import GradScaler, Handle, attach, trace
-from zerolap.errors import AdapterNotFoundError, CollectiveError, IllegalEventError, ZerolapError
-from zerolap.hooks import hook_with_zero_step, hook_with_zero_step_interleaved
-from zerolap.lane import Lane, Side, ThreadLane
-from zerolap.logs import log_to_stderr
-from zerolap.metrics import Stats, StatsWriter
-from zerolap.optimizer import ZeroRedundancyOptimizer
-from zerolap.parts import Parts
-from zerolap.pending import Pending, Waitable
-from zerolap.registry import AdapterInfo, adapters, find_adapter, installed_adapters, load_adapter
-from zerolap.stream import StreamAdapter
-from zerolap.tracing import Trace
-from zerolap_timeline.record import Span
-from zerolap_timeline.verdict import Exposure, Verdict
+if TYPE_CHECKING:
+    from zerolap import checkpoint as checkpoint
+    from zerolap._logging import log_to_stderr as log_to_stderr
+    from zerolap.api.attach import GradScaler as GradScaler
+    from zerolap.api.attach import Handle as Handle
+    from zerolap.api.attach import attach as attach
+    from zerolap.api.attach import trace as trace
+    from zerolap.api.hooks import hook_with_zero_step as hook_with_zero_step
+    from zerolap.api.hooks import hook_with_zero_step_interleaved as hook_with_zero_step_interleaved
+    from zerolap.api.optimizer import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
+    from zerolap.backend.base import Adapter as Adapter
+    from zerolap.backend.base import Capabilities as Capabilities
+    from zerolap.backend.base import GroupSpec as GroupSpec
+    from zerolap.backend.collectives import Parts as Parts
+    from zerolap.backend.collectives import Pending as Pending
+    from zerolap.backend.collectives import Waitable as Waitable
+    from zerolap.backend.lanes import Lane as Lane
+    from zerolap.backend.lanes import Side as Side
+    from zerolap.backend.lanes import ThreadLane as ThreadLane
+    from zerolap.backend.registry import AdapterInfo as AdapterInfo
+    from zerolap.backend.registry import adapters as adapters
+    from zerolap.backend.registry import find_adapter as find_adapter
+    from zerolap.backend.registry import installed_adapters as installed_adapters
+    from zerolap.backend.registry import load_adapter as load_adapter
+    from zerolap.backend.streams import StreamAdapter as StreamAdapter
+    from zerolap.errors import AdapterNotFoundError as AdapterNotFoundError
+    from zerolap.errors import CollectiveError as CollectiveError
+    from zerolap.errors import IllegalEventError as IllegalEventError
+    from zerolap.errors import ZerolapError as ZerolapError
+    from zerolap.observe.recorder import Trace as Trace
+    from zerolap.observe.stats import Stats as Stats
+    from zerolap.observe.stats import StatsWriter as StatsWriter
+    from zerolap.observe.timeline.record import Span as Span
+    from zerolap.observe.timeline.verdict import Exposure as Exposure
+    from zerolap.observe.timeline.verdict import Verdict as Verdict
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "Adapter",
-    "AdapterInfo",
-    "AdapterNotFoundError",
-    "Capabilities",
-    "CollectiveError",
-    "Exposure",
-    "GradScaler",
-    "GroupSpec",
-    "Handle",
-    "IllegalEventError",
-    "Lane",
-    "Parts",
-    "Pending",
-    "Side",
-    "Span",
-    "Stats",
-    "StatsWriter",
-    "StreamAdapter",
-    "ThreadLane",
-    "Trace",
-    "Verdict",
-    "Waitable",
-    "ZeroRedundancyOptimizer",
-    "ZerolapError",
-    "adapters",
-    "attach",
-    "find_adapter",
-    "hook_with_zero_step",
-    "hook_with_zero_step_interleaved",
-    "installed_adapters",
-    "load_adapter",
-    "log_to_stderr",
-    "trace",
-]
+_HOMES = {
+    "Adapter": "zerolap.backend.base",
+    "AdapterInfo": "zerolap.backend.registry",
+    "AdapterNotFoundError": "zerolap.errors",
+    "Capabilities": "zerolap.backend.base",
+    "CollectiveError": "zerolap.errors",
+    "Exposure": "zerolap.observe.timeline.verdict",
+    "GradScaler": "zerolap.api.attach",
+    "GroupSpec": "zerolap.backend.base",
+    "Handle": "zerolap.api.attach",
+    "IllegalEventError": "zerolap.errors",
+    "Lane": "zerolap.backend.lanes",
+    "Parts": "zerolap.backend.collectives",
+    "Pending": "zerolap.backend.collectives",
+    "Side": "zerolap.backend.lanes",
+    "Span": "zerolap.observe.timeline.record",
+    "Stats": "zerolap.observe.stats",
+    "StatsWriter": "zerolap.observe.stats",
+    "StreamAdapter": "zerolap.backend.streams",
+    "ThreadLane": "zerolap.backend.lanes",
+    "Trace": "zerolap.observe.recorder",
+    "Verdict": "zerolap.observe.timeline.verdict",
+    "Waitable": "zerolap.backend.collectives",
+    "ZeroRedundancyOptimizer": "zerolap.api.optimizer",
+    "ZerolapError": "zerolap.errors",
+    "adapters": "zerolap.backend.registry",
+    "attach": "zerolap.api.attach",
+    "find_adapter": "zerolap.backend.registry",
+    "hook_with_zero_step": "zerolap.api.hooks",
+    "hook_with_zero_step_interleaved": "zerolap.api.hooks",
+    "installed_adapters": "zerolap.backend.registry",
+    "load_adapter": "zerolap.backend.registry",
+    "log_to_stderr": "zerolap._logging",
+    "trace": "zerolap.api.attach",
+}
 
+__all__ = [*_HOMES]
 
-def __getattr__(name: str) -> Any:
-    """``zerolap.checkpoint`` when it is first used: torch.distributed.checkpoint takes a second to import."""
-    if name == "checkpoint":
-        return importlib.import_module("zerolap.checkpoint")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazily(__name__, {**_HOMES, "checkpoint": "zerolap.checkpoint"})

@@ -1,5 +1,5 @@
 """`python -m zerolap` is the command `zerolap`."""
 
-from zerolap_cli import main
+from zerolap.cli import main
 
 main()

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zerolap.logs import logger_of
+from zerolap._logging import logger_of
 from zerolap_cpu_gloo.ring import Ring
 
 logger = logger_of("zerolap.cpu_gloo")

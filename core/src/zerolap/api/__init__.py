@@ -1,0 +1,1 @@
+"""What users call. Public names are those of ``zerolap`` itself; where they live is not."""

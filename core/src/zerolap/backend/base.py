@@ -1,0 +1,199 @@
+"""The adapter contract: what a backend offers and says of itself. None is named here."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import Backend, PrefixStore, Store, _DistributedBackendOptions
+
+from zerolap._public import public
+from zerolap.backend.collectives import Parts, Pending
+from zerolap.backend.lanes import HostSide, Lane, Side, ThreadLane
+from zerolap.schedule.ownership import GroupRank
+
+Moment = object  # as an adapter takes it: a number on host devices, a timed event on streams
+
+
+@public
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """Facts about a backend. A fact decides what core does; a vendor's name never does."""
+
+    futures_complete_at_enqueue: bool
+    """A work's future is done once the work is queued on a stream; waiting for it makes a stream wait, not the host."""
+
+    exact_cut: int
+    """Stepping a slice of a parameter is bitwise the slice of stepping it whole if every cut is a multiple of this many
+    elements from the parameter's start, and no kernel is shared among threads of the host: then ``attach`` tries what holds."""
+
+    has_float64: bool
+    """Tensors of double precision can be computed with, and reduced."""
+
+    one_issue_order: bool
+    """Collectives of different groups must be started in one order on all ranks, as those of one group must everywhere."""
+
+
+@public
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSpec:
+    """What a group's backend is made from."""
+
+    store: Store
+    rank: GroupRank
+    global_ranks: list[int]
+    timeout: timedelta
+    name: dist.GroupName
+
+    @property
+    def size(self) -> int:
+        return len(self.global_ranks)
+
+
+@public
+class Adapter:
+    """What core needs of a backend: names and capabilities, which an adapter states, and verbs, which it may do better.
+
+    As it stands this is an adapter for a device without streams. Collectives are started by one thread per group, in the same
+    order on every rank, on contiguous tensors.
+    """
+
+    name: str
+    device_type: str
+    backend: str  # what init_process_group() is told for this device
+    capabilities: Capabilities
+
+    def why_unavailable(self) -> str | None:
+        """Why this process cannot use the device, in words; None if it can."""
+        if not dist.is_available() or not dist.is_backend_available(self.backend):
+            return f"torch.distributed has no backend {self.backend!r}"
+        return None
+
+    def is_available(self) -> bool:
+        """Whether this process can use the device; never raises."""
+        try:
+            return self.why_unavailable() is None
+        except Exception:  # a probe of something that is not there may do anything; diagnose() says what it did
+            return False
+
+    def diagnose(self) -> list[str]:
+        """Advice about this process's environment, one sentence each; nothing if all is well."""
+        return []
+
+    def lane(self, name: str, *, device: torch.device) -> Lane:
+        """A new ordered place to run shard updates and start collectives."""
+        return ThreadLane(name)
+
+    def side(self, device: torch.device) -> Side:
+        """A new ordered place to start collectives of one kind."""
+        return HostSide()
+
+    def check_group(self, group: dist.ProcessGroup) -> None:
+        """Refuse, with a ValueError, a process group that this adapter cannot work beside."""
+
+    def open_group(self, like: dist.ProcessGroup, *, name: str) -> dist.ProcessGroup:
+        """A group of our own over the ranks of ``like``, in their order; all of them call it with the same unique name.
+
+        Ranks outside ``like`` take no part, and dropping the last reference closes it.
+        """
+        # Made as torch makes them, but not registered with torch: new_group() wants every rank of the job or a count of
+        # groups that is the same on all, and splitting wants all ranks of the parent, and loses messages on some backends.
+        spec = GroupSpec(
+            store=PrefixStore(name, like.get_group_store()),
+            rank=GroupRank(like.rank()),
+            global_ranks=dist.get_process_group_ranks(like),
+            timeout=self.timeout(like),
+            name=dist.GroupName(name),
+        )
+        kind = dist.Backend.backend_type_map.get(self.backend, dist.ProcessGroup.BackendType.CUSTOM)
+        group = dist.ProcessGroup(spec.store, spec.rank, spec.size)
+        group._set_default_backend(kind)
+        group._register_backend(torch.device(self.device_type), kind, self.make_backend(spec))
+        group._set_group_name(spec.name)
+        return group
+
+    def make_backend(self, spec: GroupSpec) -> Backend:
+        """What does the communicating in a group; here, one that was registered with torch under the adapter's name for it."""
+        plugin = dist.Backend._plugins.get(self.backend.upper())
+        if plugin is None:
+            raise LookupError(
+                f"no backend {self.backend!r} was registered with torch.distributed.Backend.register_backend(); an adapter of "
+                "one that is built into torch overrides make_backend()"
+            )
+        if not plugin.extended_api:
+            return cast(Backend, plugin.creator_fn(spec.store, spec.rank, spec.size, spec.timeout))
+        options = _DistributedBackendOptions()
+        options.store, options.group_rank, options.group_size = spec.store, spec.rank, spec.size
+        options.timeout, options.group_id, options.global_ranks_in_group = spec.timeout, spec.name, spec.global_ranks
+        return cast(Backend, plugin.creator_fn(options, None))
+
+    def device(self, local_rank: int) -> torch.device:
+        """The device that a process with this local rank trains on."""
+        return torch.device(self.device_type) if self._is_host else torch.device(self.device_type, local_rank)
+
+    def synchronize(self) -> None:
+        """Wait until the device has done everything given to it; nothing is queued on the host itself."""
+        if not self._is_host:
+            torch.accelerator.synchronize()
+
+    @property
+    def _is_host(self) -> bool:
+        return self.device_type == "cpu"
+
+    def timeout(self, group: dist.ProcessGroup) -> timedelta:
+        """How long a collective of this group may take."""
+        # torch has no public reader for it; the setter is public.
+        timeout: timedelta = group._get_backend(torch.device(self.device_type)).options._timeout
+        return timeout
+
+    def moment(self) -> Moment:
+        """Now, as seen by whatever runs what this thread starts: the host, or the current stream."""
+        return time.perf_counter()
+
+    def seconds_between(self, start: Moment, end: Moment) -> float:
+        """The time from one moment to another."""
+        return cast(float, end) - cast(float, start)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Memory that is kept here between collectives, for what is received."""
+        return 0
+
+    def release_memory(self) -> None:
+        """Give memory that was freed back to whoever had it, if the device's allocator keeps much of it. Called seldom."""
+
+    def close_group(self, group: dist.ProcessGroup) -> None:
+        """Give up what ``open_group`` has taken beyond the group object itself."""
+
+    def all_reduce(
+        self, tensor: Tensor, *, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup, what: str
+    ) -> Pending:
+        """Reduce ``tensor`` over the group, in place."""
+        return Pending([group.allreduce(tensor, op=op)], tensors=(tensor,), what=what)
+
+    def broadcast(self, tensor: Tensor, *, src: GroupRank, group: dist.ProcessGroup, what: str) -> Pending:
+        """Copy ``tensor`` from the group's rank ``src`` to all others, in place."""
+        return Pending([group.broadcast(tensor, root=src)], tensors=(tensor,), what=what)
+
+    def reduce_scatter(self, parts: Parts, *, into: Tensor, group: dist.ProcessGroup, tag: int, what: str) -> Pending:
+        """Sum what every rank has as the part of this rank, always in the same order, and leave it in ``into``.
+
+        The r-th part is meant for rank r and is not changed. Collectives of one group that are under way at once have
+        different tags.
+        """
+        me = group.rank()
+        # Of a copy: what is reduced is overwritten on the way. One reduction for each rank's part is what every backend has.
+        sent = [into.copy_(part) if rank == me else part.clone() for rank, part in enumerate(parts.tensors)]
+        works = [group.reduce(part, root=rank) for rank, part in enumerate(sent) if part.numel()]
+        return Pending(works, tensors=(sent, into), what=what, sent_bytes=parts.nbytes - into.nbytes)
+
+    def all_gather(self, parts: Parts, *, group: dist.ProcessGroup, tag: int, what: str) -> Pending:
+        """Send this rank's part to all others and fill in theirs."""
+        works = [group.broadcast(part, root=rank) for rank, part in enumerate(parts.tensors) if part.numel()]
+        sent_bytes = parts.tensors[group.rank()].nbytes * (group.size() - 1)
+        return Pending(works, tensors=(parts,), what=what, sent_bytes=sent_bytes)

@@ -1,0 +1,1 @@
+"""A forecast's numbers, measured on a real model, optimizer and ranks."""

@@ -1,0 +1,139 @@
+"""The workload of a real model: its shapes and dtypes, and optimizer states as the real optimizer makes them on tiny tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zerolap.calibrate.calibrate import Measured
+from zerolap.forecast.workload import FIRST_BUCKET_BYTES, MB, Param, Workload, bucketize
+from zerolap.runtime.native import Precision
+from zerolap.runtime.optimizer_facts import is_elementwise
+from zerolap.schedule.ownership import Layout, Slot
+
+_PRIMES = (
+    11,
+    13,
+    17,
+    19,
+    23,
+    29,
+)  # a tiny tensor's shape: which of its sizes a state's size comes from is plain to see
+
+
+class Described(NamedTuple):
+    """A parameter before it is known how it is trained."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    work: float  # its share of the computing, in any unit
+
+
+def describe(module: nn.Module) -> list[Described]:
+    """The parameters that are trained, in order. Tables that are only looked up in take no computing."""
+    looked_up = {child.weight for child in module.modules() if isinstance(child, nn.Embedding | nn.EmbeddingBag)}
+    return [
+        Described(tuple(param.shape), param.dtype, 0.0 if param in looked_up else float(param.numel()))
+        for param in module.parameters()
+        if param.requires_grad
+    ]
+
+
+def workload_of(
+    params: Sequence[Described],
+    *,
+    optimizer_class: type[Optimizer],
+    optimizer_options: Mapping[str, Any] | None = None,
+    precision: Precision | None = None,
+    bucket_cap_mb: float | None = None,
+    exact_cut: int = 1,
+    measured: Measured | None = None,
+) -> Workload:
+    """What ``attach`` will make of these parameters, in DDP's buckets.
+
+    Unless it was measured, a layer's share of the time is its share of the work, and parameters are used in their order.
+    """
+    precision = precision or Precision()
+    may_be_cut = is_elementwise(optimizer_class)
+    sizes: dict[tuple[int, torch.dtype], _StateSize] = {}
+    done = list(accumulate((param.work for param in params), initial=0.0))
+    total = done[-1] or 1.0
+    described = []
+    for index, (shape, dtype, _) in enumerate(params):
+        numel = prod(shape)
+        master = precision.stepped_as(dtype) if precision.has_masters(dtype) else None
+        kind = (1 if may_be_cut else len(shape), master or dtype)
+        if kind not in sizes:
+            sizes[kind] = _state_size(optimizer_class, optimizer_options or {}, *kind)
+        sized = sizes[kind]
+        described.append(
+            Param(
+                numel=numel,
+                dtype=str(dtype).removeprefix("torch."),
+                itemsize=dtype.itemsize,
+                used_at=measured.used_at[index] if measured else done[index] / total,
+                ready_at=measured.ready_at[index] if measured else 1 - done[index] / total,
+                state_bytes_per_element=sized.bytes_of((1,)) - sized.bytes_of((0,)) if may_be_cut else 0.0,
+                state_bytes_per_piece=sized.bytes_of((0,) if may_be_cut else shape),
+                master_itemsize=master.itemsize if master else 0,
+            )
+        )
+    layout: Layout
+    if measured is None:
+        cap_mb = 25 if bucket_cap_mb is None else bucket_cap_mb
+        layout = bucketize(
+            described,
+            cap_bytes=int(cap_mb * MB),
+            first_bytes=FIRST_BUCKET_BYTES if bucket_cap_mb is None else None,
+        )
+    else:
+        layout = tuple(tuple(Slot(i, described[i].numel) for i in bucket) for bucket in measured.buckets)
+    return Workload(
+        params=tuple(described),
+        layout=layout,
+        reduce_itemsize=precision.reduce_dtype.itemsize if precision.reduce_dtype else None,
+        gather_itemsize=precision.gather_dtype.itemsize if precision.gather_dtype else None,
+        cut=exact_cut if may_be_cut else None,
+    )
+
+
+class _StateSize(NamedTuple):
+    """Of each of a state's tensors: its item size, and its sizes, as places in the parameter's shape or as numbers."""
+
+    entries: tuple[tuple[int, tuple[tuple[int | None, int], ...]], ...]
+
+    def bytes_of(self, shape: tuple[int, ...]) -> int:
+        return sum(
+            itemsize * prod(size if place is None else shape[place] for place, size in sizes)
+            for itemsize, sizes in self.entries
+        )
+
+
+def _state_size(
+    optimizer_class: type[Optimizer], options: Mapping[str, Any], num_dims: int, dtype: torch.dtype
+) -> _StateSize:
+    """What the optimizer keeps for a parameter of so many dimensions, found by letting it step a tiny one."""
+    shape = _PRIMES[:num_dims]
+    param = nn.Parameter(torch.zeros(shape, dtype=dtype))
+    param.grad = torch.zeros_like(param)
+    try:
+        optimizer = optimizer_class([param], **options)
+        optimizer.step()
+    except Exception as error:
+        raise ValueError(
+            f"{optimizer_class.__name__} cannot step a parameter of {num_dims} dimensions and {dtype}, so what it keeps is not "
+            f"known: {type(error).__name__}: {error}; give the options it needs, or another optimizer"
+        ) from error
+    kept = [value for value in optimizer.state[param].values() if isinstance(value, Tensor)]
+    return _StateSize(
+        tuple(
+            (value.itemsize, tuple((shape.index(size) if size in shape else None, size) for size in value.shape))
+            for value in kept
+        )
+    )

@@ -1,0 +1,217 @@
+"""What the user of `zerolap plan` said: a model from wherever it is described, and numbers with their units."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from zerolap.calibrate.from_model import Described, describe
+from zerolap.cli.numbers import in_units
+from zerolap.forecast.forecast import Pattern
+from zerolap.runtime.native import Precision
+from zerolap.untrusted.files import parse_json, printable, read_json
+
+_PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+_RATES = {
+    f"{prefix}{unit}{per}": factor / (8 if unit in ("bit", "b") else 1)
+    for prefix, factor in _PREFIXES.items()
+    for unit in ("", "bit", "b", "B")
+    for per in ("", "/s", "ps")
+}
+_TIMES = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+LARGEST_MODEL = 1e15  # parameters
+_LARGEST_SHAPES = 2**26  # bytes of a file
+_MOST_TENSORS = 100_000
+_HEAD_WIDTH = 128  # of attention
+_SMALLEST = 10_000  # parameters of a pattern
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What the user said, in text and numbers; None where nothing was said."""
+
+    model: str | None
+    shapes: Path | None
+    num_params: float | None
+    world_size: int
+    bandwidth: str | None
+    latency: str | None
+    exchange: Pattern
+    forward: str | None
+    backward: str | None
+    flops: str | None
+    tokens: int | None
+    optimizer: str
+    optimizer_options: str
+    param_dtype: str | None
+    master_weights: bool
+    reduce_dtype: str | None
+    gather_dtype: str | None
+    bucket_cap_mb: float | None
+    step_ns: float | None
+    host_us: float | None
+    cpu_ns_per_byte: float | None
+    cores: float | None
+    changes_gradients: bool
+    calibrates: bool
+    batch: str | None
+
+
+def to_bytes_per_second(text: str) -> float:
+    """Of "100Gbit", "12.5GB" or "1e9": bits or bytes a second."""
+    what = "a bandwidth is like 100Gbit, 1000Mbit or 12.5GB a second: bytes"
+    return in_units(text, _RATES, low=1.0, high=1e18, what=what)
+
+
+def to_operations_per_second(text: str) -> float:
+    """Of "150T" or "1.5e14"."""
+    what = "--flops is a number of operations a second, for example 150T or 1.5e14"
+    return in_units(text, _PREFIXES, low=1.0, high=1e24, what=what)
+
+
+def to_seconds(text: str) -> float:
+    """Of "10us", "5ms", or "0.12" in seconds."""
+    return in_units(text, _TIMES, low=0.0, high=1e9, what="a time is like 0.12, 120ms or 10us: seconds")
+
+
+def params_of(wanted: Wanted) -> list[Described]:
+    given = [wanted.model, wanted.shapes, wanted.num_params]
+    if sum(each is not None for each in given) != 1:
+        raise ValueError("say what is trained by one of --model MODULE:CALLABLE, --shapes FILE or --params NUMBER")
+    dtype = dtype_of(wanted.param_dtype)
+    if wanted.model is not None:
+        params = describe(make_model(wanted.model, device="meta"))
+    elif wanted.shapes is not None:
+        params = _from_shapes(wanted.shapes)
+    else:
+        assert wanted.num_params is not None
+        params = typical(wanted.num_params)
+    if not params:
+        raise ValueError("there is no parameter to train in it")
+    return [param._replace(dtype=dtype) for param in params] if dtype is not None else params
+
+
+def make_model(path: str, *, device: str) -> nn.Module:
+    made_by = attribute(path, "--model")
+    try:
+        with torch.device(device):
+            made = made_by()
+    except (Exception, SystemExit) as error:  # it is the user's code: what it raises is for the user to know
+        raise ValueError(f"--model {path} fails: {type(error).__name__}: {printable(error)}") from error
+    if not isinstance(made, nn.Module):
+        raise ValueError(f"--model {path} makes a {type(made).__name__}, not a torch.nn.Module")
+    return made
+
+
+def attribute(path: str, option: str) -> Any:
+    found = imported(path, option)
+    if not callable(found):
+        module, _, name = path.partition(":")
+        raise ValueError(f"{option} {path}: {module} has no callable {name!r}")
+    return found
+
+
+def imported(path: str, option: str) -> Any:
+    """What MODULE:NAME names, None if the module has no such thing; ValueError if the module cannot be imported."""
+    if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", path) or len(path) > 1000:
+        raise ValueError(f"{option} is MODULE:CALLABLE, for example train:make_model, got {path[:200]!r}")
+    module, _, name = path.partition(":")
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # what lies here, as with `python -m`
+    try:
+        return getattr(importlib.import_module(module), name, None)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{option} {path} cannot be imported: {error}; run this where it can be") from error
+    except (Exception, SystemExit) as error:  # the module's own: it is the user who named it
+        raise ValueError(f"{option} {path} cannot be imported: {type(error).__name__}: {printable(error)}") from error
+
+
+def _from_shapes(path: Path) -> list[Described]:
+    expected = "a JSON list of shapes such as [[512, 512], [512]], or an object of them by name, in the order of use"
+    try:
+        held = read_json(path, largest=_LARGEST_SHAPES, follows_links=True)
+        shapes = [_shape(each) for each in (held.values() if isinstance(held, dict) else held)]
+    except OSError as error:
+        raise ValueError(f"--shapes {printable(path, 300)}: {error.strerror or error}") from error
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"--shapes {printable(path, 300)} must hold {expected}: {printable(error, 300)}") from error
+    if len(shapes) > _MOST_TENSORS:
+        raise ValueError(f"--shapes {path} has {len(shapes)} tensors; a forecast is for at most {_MOST_TENSORS}")
+    if not sum(map(math.prod, shapes)) <= LARGEST_MODEL:
+        raise ValueError(f"--shapes {path} has more than {LARGEST_MODEL:g} parameters")
+    return [Described(tuple(shape), torch.float32, float(math.prod(shape))) for shape in shapes]
+
+
+def _shape(sizes: Any) -> list[int]:
+    if type(sizes) is not list or len(sizes) > 64 or not all(type(each) is int and 0 <= each <= 1e15 for each in sizes):
+        raise TypeError("a shape is a list of whole numbers that are not negative")
+    return sizes
+
+
+def typical(num_params: float) -> list[Described]:
+    """A decoder-only transformer of so many parameters: a layer for every 128 of its width, and two tables for words."""
+    if not _SMALLEST <= num_params <= LARGEST_MODEL:
+        raise ValueError(
+            f"--params is a number from {_SMALLEST} on, to {LARGEST_MODEL:g}, for example 7e9, got {num_params:g}"
+        )
+    width = max(16, int((num_params * _HEAD_WIDTH / 12) ** (1 / 3)) // 16 * 16)
+    num_layers = max(1, width // _HEAD_WIDTH)
+    layer = [(width,), (3 * width, width), (width, width), (width,), (4 * width, width), (width, 4 * width)]
+    num_words = max(1, round((num_params - num_layers * sum(map(math.prod, layer)) - width) / (2 * width)))
+    table, shapes = (num_words, width), [*(layer * num_layers), (width,)]
+    return [
+        Described(table, torch.float32, 0.0),
+        *(Described(shape, torch.float32, float(math.prod(shape))) for shape in shapes),
+        Described(table, torch.float32, float(math.prod(table))),
+    ]
+
+
+def optimizer_class_of(name: str) -> type[Optimizer]:
+    found = attribute(name, "--optimizer") if ":" in name else getattr(torch.optim, name, None)
+    if not (isinstance(found, type) and issubclass(found, Optimizer)) or found is Optimizer:
+        raise ValueError(f"--optimizer is a class of torch.optim or MODULE:CLASS, got {name[:200]!r}")
+    return found
+
+
+def json_object(text: str, option: str) -> dict[str, Any]:
+    try:
+        held = parse_json(text)
+    except ValueError as error:
+        raise ValueError(f"{option} is a JSON object, for example '{{\"lr\": 0.1}}': {error}") from error
+    if not isinstance(held, dict):
+        raise ValueError(f"{option} is a JSON object, for example '{{\"lr\": 0.1}}', got {text[:200]!r}")
+    return held
+
+
+def dtype_of(name: str | None) -> torch.dtype | None:
+    found = getattr(torch, name, None) if name is not None else None
+    if name is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
+        raise ValueError(
+            f"a dtype is float32, bfloat16, float16 or another of torch's floating-point ones, got {name[:200]!r}"
+        )
+    return found
+
+
+def precision_of(wanted: Wanted, params: list[Described]) -> Precision:
+    precision = Precision(
+        master_weights=wanted.master_weights,
+        reduce_dtype=dtype_of(wanted.reduce_dtype),
+        gather_dtype=dtype_of(wanted.gather_dtype),
+    )
+    sent, widest = precision.gather_dtype, max(param.dtype.itemsize for param in params)
+    if sent is not None and sent.itemsize > widest:
+        raise ValueError(
+            f"--gather-dtype {wanted.gather_dtype} is wider than the parameters: it would send more for nothing"
+        )
+    if sent is not None and sent.itemsize < widest and not wanted.master_weights:
+        raise ValueError(f"--gather-dtype {wanted.gather_dtype} rounds parameters at every step; add --master-weights")
+    return precision

@@ -1,0 +1,1 @@
+"""What happens on a rank while it trains."""

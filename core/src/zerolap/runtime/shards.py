@@ -1,0 +1,442 @@
+"""What one rank holds: flat parameter buffers, and real torch.optim instances over the parameters it owns.
+
+Nothing here decides who owns what (plan), when something happens (machine), or talks to another rank (exchange, adapter).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Container, Iterable, KeysView, Mapping, Sequence
+from functools import cache, partial
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zerolap._logging import logger_of
+from zerolap.runtime.param_groups import Options, ParamGroup, options_of, params_of
+from zerolap.runtime.state_pieces import (
+    State,
+    by_param,
+    copied,
+    fit,
+    flat_state,
+    is_flat,
+    shaped_state,
+    strides_in_bucket,
+)
+from zerolap.schedule.ownership import GroupRank, Piece, greedy_owners
+
+logger = logger_of(__name__)
+
+# A matrix product may take another path, and round otherwise, when its operand does not start where an allocation of its
+# own would: every parameter starts at a multiple of this many bytes in its flat buffer.
+_ALIGNMENT_BYTES = 64
+
+
+WITH_FUSED = frozenset({torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad})
+MASTER = "master_weight"  # a piece's master in its state, when it travels or is saved
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
+_MARKS_PER_PIECE = 16
+
+
+class Marks(NamedTuple):
+    """Some elements of what a rank owns of a bucket: by their values writes are found that nobody counts."""
+
+    read: Callable[[], Tensor]  # as integers: even NaN is equal to itself
+    params: Sequence[Tensor]  # whose elements they are
+
+
+class FlatParams:
+    """Some parameters of one device and dtype in one buffer.
+
+    Each has a storage of its own over its part of it: whoever saves or copies tensors takes those that share a storage for
+    tied ones, and drops all but one of them, or takes the whole storage along with each.
+    """
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self.params = params
+        first = params[0] if params else torch.empty(0)  # a bucket may hold nothing of this optimizer
+        step = _ALIGNMENT_BYTES // first.element_size()
+        self._starts = [0]
+        for param in params:
+            self._starts.append(self._starts[-1] + -(-param.numel() // step) * step)
+        self._unpadded = list(accumulate((param.numel() for param in params), initial=0))
+        self.buffer = torch.zeros(self._starts[-1], dtype=first.dtype, device=first.device)
+        can_cut = _can_cut_storages(first.device.type)
+        for param, start in zip(params, self._starts, strict=False):
+            if param.numel():
+                memory = self.buffer[start:].as_strided(param.shape, strides_in_bucket(param))
+                memory = _with_own_storage(memory) if can_cut else memory
+            else:
+                memory = self.buffer.new_empty(param.shape)
+            param.data = memory.copy_(param.detach())
+        self._addresses = [(params[i], params[i].data_ptr()) for i in ((0, -1) if params else ())]
+
+    def is_intact(self) -> bool:
+        """Whether the parameters still live here; the ends tell, for what moves parameters moves them all."""
+        return all(param.data_ptr() == address for param, address in self._addresses)
+
+    def positions(self, elements: Iterable[int]) -> list[int]:
+        """Where elements of the bucket lie in the buffer; padding goes with what stands before it."""
+        return [self._position(element) for element in elements]
+
+    def piece(self, place: int, start: int, stop: int) -> Tensor:
+        """Elements of one parameter, in memory order."""
+        return self.buffer[self._starts[place] + start : self._starts[place] + stop]
+
+    def mark(self, pieces: Sequence[tuple[int, int, int]]) -> Marks | None:
+        """Some elements of each piece, which is the place of a parameter, a start and a stop; None if there are none."""
+        bits = _INTEGERS.get(self.buffer.element_size())
+        places, params = [], []
+        for place, start, stop in pieces:
+            last = stop - start - 1
+            if last >= 0:
+                spread = sorted({start + last * i // _MARKS_PER_PIECE for i in range(_MARKS_PER_PIECE + 1)})
+                places += [self._starts[place] + element for element in spread]
+                params += [self.params[place]] * len(spread)
+        if bits is None or not places:
+            return None
+        at = torch.tensor(places, device=self.buffer.device)
+        return Marks(partial(torch.index_select, self.buffer.view(bits), 0, at), params)
+
+    def _position(self, element: int) -> int:
+        if element == self._unpadded[-1]:
+            return self._starts[-1]
+        place = bisect_right(self._unpadded, element) - 1
+        return self._starts[place] + element - self._unpadded[place]
+
+    def slice(self, first: int, last: int) -> Tensor:
+        """The part of the buffer that holds parameters ``first`` to ``last - 1``, padding included."""
+        return self.buffer[self._starts[first] : self._starts[last]]
+
+
+def _with_own_storage(view: Tensor) -> Tensor:
+    """The same memory, without gaps, by a storage as large as the view, which keeps that of the whole alive."""
+    start = view.storage_offset() * view.element_size()
+    storage = view.untyped_storage()[start : start + view.nbytes]
+    return view.new_empty(0).set_(storage, 0, view.shape, view.stride())
+
+
+@cache
+def _can_cut_storages(device_type: str) -> bool:
+    """Whether a device takes a storage that begins inside of an allocation, found by trying it."""
+    whole = torch.zeros(2, device=device_type)
+    try:
+        _with_own_storage(whole[1:]).fill_(1)
+        if whole.tolist() == [0, 1]:
+            return True
+        reason: object = "what is written to a part does not show in the whole"
+    except (RuntimeError, NotImplementedError) as error:
+        reason = error
+    logger.warning(
+        "parameters on %s share one storage per bucket, because its storages cannot be cut (%s): clone the tensors of a "
+        "state_dict() before you give it to a tool that looks for shared tensors, or saves one by one",
+        device_type,
+        reason,
+    )
+    return False
+
+
+class GradSlot(NamedTuple):
+    """Where the gradient of one stand-in lies in reduced memory, and the place of its parameter in the bucket."""
+
+    place: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def view_of(self, memory: Tensor) -> Tensor:
+        return memory.as_strided(self.size, self.stride, memory.storage_offset() + self.offset)
+
+
+class LocalOptimizer:
+    """One real optimizer over tensors that are parameters, or pieces of them, and stay known as such.
+
+    The tensors may be master weights: copies of higher precision, from which the parameters are rounded after each step.
+    """
+
+    def __init__(
+        self,
+        factory: Callable[[list[ParamGroup]], Optimizer],
+        groups: list[dict[str, Any]],
+        params: Mapping[Piece, Tensor] | None,
+        is_provisional: bool,
+    ) -> None:
+        """``groups`` are param groups whose ``params`` map a piece to the tensor to update; with masters, ``params`` are the
+        pieces of the parameters themselves. A provisional one never steps, and keeps masters for those that come after it."""
+        self._params = params
+        self._is_provisional = is_provisional
+        self._factory = factory
+        self._tensors: dict[Piece, Tensor] = {}
+        for group in groups:
+            self._tensors |= group["params"]
+        self.optimizer = factory([{**group, "params": list(group["params"].values())} for group in groups])
+        # torch wraps step() to call hooks and to label it for profilers, which costs as much as all of ours. Hooks on every
+        # optimizer are called once an update, for the optimizer the user has, as they are with a plain one.
+        step = type(self.optimizer).step
+        self._bare_step = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
+
+    def add_group(self, options: Options, tensors: Mapping[Piece, Tensor]) -> None:
+        self._tensors.update(tensors)
+        self.optimizer.add_param_group({**options, "params": list(tensors.values())})
+
+    def clear_states(self) -> None:
+        self.optimizer.state.clear()
+
+    @property
+    def pieces(self) -> KeysView[Piece]:
+        return self._tensors.keys()
+
+    def step(self, divisor: Tensor | None = None) -> None:
+        """Step the optimizer, and round its result to the parameters if it works on masters.
+
+        A divisor of the gradients is for optimizers that can apply it while they use them.
+        """
+        optimizer: Any = self.optimizer
+        if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:  # its class's own
+            step = optimizer.step
+        else:
+            step = partial(self._bare_step, optimizer)
+        if divisor is None:
+            step()
+        else:
+            optimizer.grad_scale, optimizer.found_inf = divisor, torch.zeros_like(divisor)
+            try:
+                step()
+            finally:
+                del optimizer.grad_scale, optimizer.found_inf
+        if self._params is not None:
+            torch._foreach_copy_(self._param_list(), list(self._tensors.values()))
+
+    @torch.no_grad()
+    def refresh_masters(self) -> None:
+        """Take the parameters' values for the masters: they were loaded, or set by hand."""
+        if self._params is not None:
+            torch._foreach_copy_(list(self._tensors.values()), self._param_list())
+
+    def _param_list(self) -> list[Tensor]:
+        assert self._params is not None
+        return [self._params[piece] for piece in self._tensors]
+
+    def states(self) -> dict[Piece, State]:
+        """The live states of the pieces that have one; a master is part of it."""
+        state = self.optimizer.state
+        held = {piece: state[tensor] for piece, tensor in self._tensors.items() if tensor in state}
+        if self._params is None:
+            return held
+        return {piece: {**held.get(piece, {}), MASTER: tensor.detach()} for piece, tensor in self._tensors.items()}
+
+    def flat_states(self) -> dict[Piece, State]:
+        """The same, ready to travel; memory is shared where the layout allows."""
+        return {piece: flat_state(state, self._tensors[piece]) for piece, state in self.states().items()}
+
+    def take_states(self, params: Container[int]) -> dict[Piece, State]:
+        """The same for the pieces of these parameters, which are then forgotten here: what moves shall not be held twice."""
+        taken = {
+            piece: flat_state(state, self._tensors[piece])
+            for piece, state in self.states().items()
+            if piece.param in params
+        }
+        gone = {self._tensors.pop(piece) for piece in list(self._tensors) if piece.param in params}
+        for tensor in gone:
+            self.optimizer.state.pop(tensor, None)
+        for group in self.optimizer.param_groups:
+            group["params"] = [tensor for tensor in group["params"] if tensor not in gone]
+        if self._params is not None:
+            self._params = {piece: tensor for piece, tensor in self._params.items() if piece.param not in params}
+        return taken
+
+    def blank_states(self) -> dict[Piece, State]:
+        """Flat states such as a first step makes, found by stepping copies of no value; what is here stays as it is."""
+        piece_of = {tensor: piece for piece, tensor in self._tensors.items()}
+        groups, copies = [], {}
+        for group in self.optimizer.param_groups:
+            blanks = {piece_of[tensor]: nn.Parameter(torch.zeros_like(tensor)) for tensor in group["params"]}
+            copies.update(blanks)
+            groups.append({**group, "params": list(blanks.values())})
+        for blank in copies.values():
+            blank.grad = torch.zeros_like(blank)
+        optimizer = self._factory(groups)
+        optimizer.step()
+        masters = {} if self._params is None else {MASTER: None}
+        return {
+            piece: flat_state({**optimizer.state[blank], **{name: blank.detach() for name in masters}}, blank)
+            for piece, blank in copies.items()
+        }
+
+    def load(self, states: Mapping[int, Sequence[tuple[Piece, State]]], *, copies: bool = True) -> None:
+        """Take what is ours from flat states by parameter; the optimizer's own rules decide dtype and device.
+
+        Without copies the states are nobody else's, and their memory is used.
+        """
+        packed = self.optimizer.state_dict()
+        with_masters: dict[Tensor, State] = {}
+        for place, (piece, tensor) in enumerate(self._tensors.items()):  # optimizers number parameters in this order
+            state = fit(states.get(piece.param, ()), piece)
+            if state is None:
+                continue
+            if copies:
+                state = copied(state)
+            else:
+                state = {
+                    key: value if _is_alone(value, tensor.numel()) else copied(value) for key, value in state.items()
+                }
+            state = shaped_state(state, tensor)
+            if MASTER in state:
+                with_masters[tensor] = state
+            state = {key: value for key, value in state.items() if key != MASTER}
+            if state:
+                packed["state"][place] = state
+        self.optimizer.load_state_dict(packed)
+        for tensor, state in with_masters.items():
+            if self._params is not None:
+                tensor.detach().copy_(state[MASTER])
+            elif self._is_provisional:
+                self.optimizer.state[tensor] = state  # as it is: the optimizer would round it to the parameter's dtype
+
+    def inherit(self, older: LocalOptimizer) -> None:
+        """Go on counting where ``older`` was: a class may keep numbers in the instance, where no state dict has them."""
+        for name, value in vars(older.optimizer).items():
+            if isinstance(value, bool | int | float | str):
+                setattr(self.optimizer, name, value)
+
+    def take_options(self, groups: Sequence[Options]) -> None:
+        """Obey the options exposed to the user."""
+        for mine, given in zip(self.optimizer.param_groups, groups, strict=True):
+            mine.update(given)
+
+    def options(self) -> list[Options]:
+        """The options as the optimizer has them, what it added or changed itself included."""
+        return [options_of(group) for group in self.optimizer.param_groups]
+
+
+class BucketShard:
+    """This rank's part of one bucket: stand-ins for what it owns, each with its gradient, and their optimizer.
+
+    A stand-in shares the parameter's memory but has a ``.grad`` of its own: the parameter's belongs to DDP, which is still
+    writing to it while the shard is stepped.
+    """
+
+    def __init__(self, *, stand_ins: Sequence[Tensor], slots: Sequence[GradSlot], local: LocalOptimizer) -> None:
+        self._stand_ins = stand_ins
+        self._slots = slots
+        self.local = local
+        self._grads_of: Tensor | None = None
+        self._used: Sequence[bool] | None = None
+        self._cast: Tensor | None = None
+
+    def set_grads(self, reduced: Tensor, used: Sequence[bool] | None) -> None:
+        """Point the stand-ins' gradients into reduced memory; None for parameters that no rank used.
+
+        That memory is reused, so this is done once per layout unless a hook returns a tensor of its own or the used
+        parameters change: no work per parameter in the hot path.
+        """
+        if reduced is self._grads_of and used is None and self._used is None:
+            return
+        if reduced.dtype != self._stand_ins[0].dtype:  # masters, or a hook that returns what it has sent
+            if self._cast is None:
+                self._cast = torch.empty_like(reduced, dtype=self._stand_ins[0].dtype)
+            reduced = self._cast.copy_(reduced)
+        if self._grads_of is not None and self._grads_of.data_ptr() == reduced.data_ptr() and self._used == used:
+            return
+        for stand_in, slot in zip(self._stand_ins, self._slots, strict=True):
+            stand_in.grad = slot.view_of(reduced) if used is None or used[slot.place] else None
+        self._grads_of, self._used = reduced, used
+
+
+def stand_in_for(param: Tensor, memory: Tensor | None = None) -> Tensor:
+    """A leaf over the same memory, or a part of it, that an optimizer cannot tell from ``param``."""
+    memory = param.detach() if memory is None else memory
+    stand_in = nn.Parameter(memory, requires_grad=param.requires_grad) if isinstance(param, nn.Parameter) else memory
+    stand_in.__dict__.update(param.__dict__)  # optimizers may look for marks that a model left on its parameters
+    return stand_in
+
+
+class ShardBook:
+    """All parameters and groups, who owns each parameter, and this rank's optimizers."""
+
+    def __init__(
+        self,
+        *,
+        groups: Callable[[], list[ParamGroup]],
+        factory: Callable[[list[ParamGroup]], Optimizer],
+        rank: GroupRank,
+        world_size: int,
+    ) -> None:
+        self._groups = groups
+        self.factory = factory
+        self.rank = rank
+        self.world_size = world_size
+        self.owners: dict[int, GroupRank] = {}  # of parameters that are in no bucket
+        self.locals: list[LocalOptimizer] = []
+
+    @property
+    def groups(self) -> list[ParamGroup]:
+        return self._groups()
+
+    @property
+    def can_divide_gradients(self) -> bool:
+        """Whether the optimizers divide gradients while they use them: torch's fused ones do, for loss scalers."""
+        return type(self.locals[0].optimizer) in WITH_FUSED and all(group["fused"] for group in self.groups)
+
+    @property
+    def params(self) -> list[Tensor]:
+        return [param for group in self.groups for param in params_of(group)]
+
+    def _greedy(self) -> dict[int, GroupRank]:
+        sizes = [[param.numel() for param in params_of(group)] for group in self.groups]
+        owners = [rank for of_group in greedy_owners(sizes, world_size=self.world_size) for rank in of_group]
+        return dict(enumerate(owners))
+
+    def make_local(
+        self,
+        tensors: Mapping[Piece, Tensor],
+        *,
+        params: Mapping[Piece, Tensor] | None = None,
+        is_provisional: bool = False,
+    ) -> LocalOptimizer:
+        """An optimizer over ``tensors`` that has every group, empty ones included, so that groups keep their index."""
+        groups: list[dict[str, Any]] = [{**options_of(group), "params": {}} for group in self.groups]
+        ends = list(accumulate(len(params_of(group)) for group in self.groups))
+        for piece in sorted(tensors):
+            groups[bisect_right(ends, piece.param)]["params"][piece] = tensors[piece]
+        return LocalOptimizer(self.factory, groups, params, is_provisional)
+
+    def own_greedily(self, *, is_provisional: bool) -> None:
+        """Before there is a plan, or without overlap: one optimizer over this rank's greedy share of the parameters."""
+        self.owners = self._greedy()
+        mine = {_whole(i, p): p for i, p in enumerate(self.params) if self.owners[i] == self.rank}
+        self.locals = [self.make_local(mine, is_provisional=is_provisional)]
+
+    def add_last_group(self) -> None:
+        """Take in the group just appended to the exposed ones; no parameter changes hands."""
+        self.owners = self._greedy()
+        *earlier, last = self.groups
+        start = sum(len(params_of(group)) for group in earlier)
+        added = {_whole(i, p): p for i, p in enumerate(params_of(last), start) if self.owners[i] == self.rank}
+        for local in self.locals:  # every optimizer has every group
+            local.add_group(options_of(last), added if local is self.locals[0] else {})
+
+    def flat_states(self) -> dict[Piece, State]:
+        """The states of everything this rank owns, ready to travel."""
+        return {piece: state for local in self.locals for piece, state in local.flat_states().items()}
+
+    def load(self, states: Mapping[Piece, State]) -> None:
+        """Give each optimizer the states of its pieces, cut and joined as needed."""
+        grouped = by_param(states)
+        for local in self.locals:
+            local.load(grouped)
+
+
+def _is_alone(value: object, numel: int) -> bool:
+    """Whether an entry has one value per element, and no more memory than that: what it was cut from shall go."""
+    return isinstance(value, Tensor) and is_flat(value, numel) and value.untyped_storage().nbytes() == value.nbytes
+
+
+def _whole(index: int, param: Tensor) -> Piece:
+    return Piece(index, 0, param.numel())

@@ -1,0 +1,1 @@
+"""Files and messages that others may have made, read without running anything in them."""
