@@ -22,7 +22,7 @@ from zerolap.calibrate.from_model import Described, describe, workload_of
 from zerolap.forecast.forecast import Compute, Forecast, Link, Pattern, forecast, forecast_all, forecast_ddp, recommend
 from zerolap.forecast.workload import MB, Param, Workload, bucketize, sent_bytes, sharded_memory, traffic_of
 from zerolap.runtime.native import Precision
-from zerolap.runtime.shards import FlatParams
+from zerolap.runtime.flat_buffer import FlatBuffer
 from zerolap.schedule.machine import Agreement, Gather, Schedule
 from zerolap.schedule.ownership import GroupRank
 from zerolap_conformance.ranks import run_ranks
@@ -232,7 +232,7 @@ def test_bytes_of_an_exchange_in_stages_are_those_that_the_adapter_counts(num_ra
     for rank in (0, 1, num_ranks // 2, num_ranks - 1):
         expected = 0
         for bucket, planned in zip(workload.layout, traffic_plan(workload, num_ranks), strict=True):
-            flat = FlatParams([params[slot.param] for slot in bucket])
+            flat = FlatBuffer([params[slot.param] for slot in bucket])
             bounds = planned.bounds()
             expected += 4 * (bounds[-1] - (bounds[rank + 1] - bounds[rank]))
             parts = zerolap.Parts.cut(flat.buffer, flat.positions(bounds))

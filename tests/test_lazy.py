@@ -19,7 +19,8 @@ from torch.optim.swa_utils import AveragedModel
 
 import zerolap
 from training import assert_same_params, backward, batches, iterate, pair
-from zerolap.backend.collectives import Parts, Pending
+from zerolap.backend.lanes import Pending
+from zerolap.backend.parts import Parts
 from zerolap_conformance.ranks import run_ranks, try_ranks
 from zerolap_cpu_gloo import CpuGlooAdapter
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import zerolap
-import zerolap.runtime.shards as shards
+import zerolap.runtime.flat_buffer as shards
 from training import HOOK_MAKERS, SMALL_BUCKETS, assert_same_params, backward, batches, overlapped
-from zerolap.runtime.shards import FlatParams
+from zerolap.runtime.flat_buffer import FlatBuffer
 from zerolap_conformance.ranks import run_ranks
 
 
@@ -163,7 +163,7 @@ def test_a_flat_buffer_and_its_parameters_are_the_same_memory_in_every_dtype(dty
     values = [torch.randint(0, 2, shape).to(dtype) for shape in ((3, 5), (), (0, 2), (2, 3, 4, 4), (129,))]
     values[3] = values[3].contiguous(memory_format=torch.channels_last)
     given = [value.clone(memory_format=torch.preserve_format) for value in values]
-    flat = FlatParams(given)
+    flat = FlatBuffer(given)
     assert flat.is_intact()
     for place, (tensor, value) in enumerate(zip(given, values, strict=True)):
         assert torch.equal(tensor.to(torch.complex128), value.to(torch.complex128))
@@ -190,7 +190,7 @@ def test_a_device_whose_storages_cannot_be_cut_keeps_views_and_is_told(
     assert "not on this device" in caplog.text
     monkeypatch.setattr(shards, "_can_cut_storages", lambda device_type: False)
     params = [torch.ones(3), torch.ones(5)]
-    flat = FlatParams(params)
+    flat = FlatBuffer(params)
     params[1].mul_(2)
     assert flat.is_intact()
     assert flat.piece(1, 0, 5).tolist() == [2] * 5

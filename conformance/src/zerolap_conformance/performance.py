@@ -48,10 +48,10 @@ def costs_little_host_time(adapter: Adapter) -> list[str]:
     assert engine is not None
     waited, worked, on_bucket = 0.0, 0.0, engine.on_bucket
 
-    def timed(bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def timed(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         nonlocal waited, worked
         start, start_work = time.perf_counter(), time.thread_time()
-        future = on_bucket(bucket)
+        future = on_bucket(state, bucket)
         waited += time.perf_counter() - start
         worked += time.thread_time() - start_work
         return future

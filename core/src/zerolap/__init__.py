@@ -11,22 +11,22 @@ from zerolap._public import lazily
 if TYPE_CHECKING:
     from zerolap import checkpoint as checkpoint
     from zerolap._logging import log_to_stderr as log_to_stderr
-    from zerolap.api.attach import GradScaler as GradScaler
-    from zerolap.api.attach import Handle as Handle
     from zerolap.api.attach import attach as attach
-    from zerolap.api.attach import trace as trace
+    from zerolap.api.grad_scaler import GradScaler as GradScaler
+    from zerolap.api.handle import Handle as Handle
+    from zerolap.api.handle import trace as trace
     from zerolap.api.hooks import hook_with_zero_step as hook_with_zero_step
     from zerolap.api.hooks import hook_with_zero_step_interleaved as hook_with_zero_step_interleaved
     from zerolap.api.optimizer import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
     from zerolap.backend.base import Adapter as Adapter
     from zerolap.backend.base import Capabilities as Capabilities
     from zerolap.backend.base import GroupSpec as GroupSpec
-    from zerolap.backend.collectives import Parts as Parts
-    from zerolap.backend.collectives import Pending as Pending
-    from zerolap.backend.collectives import Waitable as Waitable
     from zerolap.backend.lanes import Lane as Lane
+    from zerolap.backend.lanes import Pending as Pending
     from zerolap.backend.lanes import Side as Side
     from zerolap.backend.lanes import ThreadLane as ThreadLane
+    from zerolap.backend.lanes import Waitable as Waitable
+    from zerolap.backend.parts import Parts as Parts
     from zerolap.backend.registry import AdapterInfo as AdapterInfo
     from zerolap.backend.registry import adapters as adapters
     from zerolap.backend.registry import find_adapter as find_adapter
@@ -53,13 +53,13 @@ _HOMES = {
     "Capabilities": "zerolap.backend.base",
     "CollectiveError": "zerolap.errors",
     "Exposure": "zerolap.observe.timeline.verdict",
-    "GradScaler": "zerolap.api.attach",
+    "GradScaler": "zerolap.api.grad_scaler",
     "GroupSpec": "zerolap.backend.base",
-    "Handle": "zerolap.api.attach",
+    "Handle": "zerolap.api.handle",
     "IllegalEventError": "zerolap.errors",
     "Lane": "zerolap.backend.lanes",
-    "Parts": "zerolap.backend.collectives",
-    "Pending": "zerolap.backend.collectives",
+    "Parts": "zerolap.backend.parts",
+    "Pending": "zerolap.backend.lanes",
     "Side": "zerolap.backend.lanes",
     "Span": "zerolap.observe.timeline.record",
     "Stats": "zerolap.observe.stats",
@@ -68,7 +68,7 @@ _HOMES = {
     "ThreadLane": "zerolap.backend.lanes",
     "Trace": "zerolap.observe.recorder",
     "Verdict": "zerolap.observe.timeline.verdict",
-    "Waitable": "zerolap.backend.collectives",
+    "Waitable": "zerolap.backend.lanes",
     "ZeroRedundancyOptimizer": "zerolap.api.optimizer",
     "ZerolapError": "zerolap.errors",
     "adapters": "zerolap.backend.registry",
@@ -79,7 +79,7 @@ _HOMES = {
     "installed_adapters": "zerolap.backend.registry",
     "load_adapter": "zerolap.backend.registry",
     "log_to_stderr": "zerolap._logging",
-    "trace": "zerolap.api.attach",
+    "trace": "zerolap.api.handle",
 }
 
 __all__ = [*_HOMES]

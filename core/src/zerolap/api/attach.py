@@ -1,155 +1,38 @@
-"""``attach``: the native way to overlap, with its handle and the loss scaler that knows shards."""
+"""``attach``: overlaps a sharded optimizer with DDP by reduce-scatter and all-gather."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import ExitStack
 from enum import Enum
 from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.optim
-from torch import Tensor, nn
-from torch._C._distributed_c10d import GradBucket
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.futures import Future
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from zerolap._logging import logger_of
 from zerolap._public import public
-from zerolap.api.hooks import Hook, agreement_of, guarded, meet, noted_by, use_engine
+from zerolap.api.connect import connect_ranks, hook_of, start_engine, take_buckets
+from zerolap.api.handle import Handle, refresh_masters
 from zerolap.api.optimizer import ZeroRedundancyOptimizer
 from zerolap.api.preflight import called_together, check_sent_dtype, unwrapped
 from zerolap.api.tuner import Tuner, compiled_parts
 from zerolap.backend.base import Adapter
-from zerolap.observe.recorder import Trace
-from zerolap.observe.stats import Stats
-from zerolap.observe.trace import take
 from zerolap.runtime.engine import Engine
 from zerolap.runtime.exchange import all_gather_json
-from zerolap.runtime.native import NativeEngine, Precision
+from zerolap.runtime.exchange_strategies import ReduceScatter
 from zerolap.runtime.optimizer_facts import Factory, exact_cuts, fused_is_same, is_elementwise
 from zerolap.runtime.param_groups import options_of, params_of
-from zerolap.runtime.safety import NonFinite, Safety, WatchedEngine
-from zerolap.runtime.shards import WITH_FUSED
+from zerolap.runtime.precision import Precision
+from zerolap.runtime.safety import Audit, NonFinite, NonFiniteCheck, Safety
+from zerolap.runtime.shard_optimizer import WITH_FUSED
 from zerolap.schedule.machine import Gather, Schedule
 
 logger = logger_of(__name__)
 
 E = TypeVar("E", bound=Enum)
-
-
-@public
-class Handle:
-    """What ``attach`` returns."""
-
-    def __init__(
-        self,
-        optimizer: ZeroRedundancyOptimizer,
-        engine: WatchedEngine,
-        adapter: Adapter,
-        tuner: Tuner | None,
-        module: nn.Module,
-        undo: Callable[[], None],
-    ) -> None:
-        self._optimizer = optimizer
-        self._engine = engine
-        self._adapter = adapter
-        self._tuner = tuner
-        self._module = module
-        self._undo = undo
-
-    def __repr__(self) -> str:
-        engine = self._engine
-        how = "tuned by auto" if self._tuner is not None and self.is_tuned else "auto" if self._tuner else "chosen"
-        return (
-            f"<zerolap.Handle: {'attached' if self.is_attached else 'detached'}{', failed' if engine.has_failed else ''}; schedule="
-            f"{self.schedule!r}, gather={self.gather!r} ({how}), adapter={self._adapter.name!r}, "
-            f"{self._optimizer.world_size} ranks, {engine.num_buckets} buckets>"
-        )
-
-    @property
-    def is_attached(self) -> bool:
-        """Whether updates are still overlapped by this ``attach``."""
-        return self._optimizer._engine is self._engine
-
-    @property
-    def schedule(self) -> str:
-        """The schedule in use, as ``attach`` takes it."""
-        return self._engine.schedule.value
-
-    @property
-    def gather(self) -> str:
-        """The gather in use, as ``attach`` takes it."""
-        return self._engine.gather.value
-
-    @property
-    def is_tuned(self) -> bool:
-        """Whether schedule, gather and buckets stay as they are; with ``schedule="auto"`` that takes some iterations."""
-        return self._tuner is None or self._tuner.is_done
-
-    def finish(self) -> None:
-        """Wait for all parameters that are still on their way."""
-        self._engine.raise_if_failed()
-        self._engine.wait_for_params()
-
-    def detach(self) -> None:
-        """Undo ``attach``: DDP averages gradients as usual again, and threads and groups are given up.
-
-        Parameters and optimizer states stay as they are, for ``consolidate_state_dict`` or another ``attach`` of the same
-        optimizer. Called by all ranks, between two iterations. Harmless when called twice, or after a failure.
-        """
-        if not self.is_attached:
-            return
-        has_failed = self._engine.has_failed
-        try:
-            if not has_failed:
-                self.finish()
-        finally:
-            self._optimizer._engine = None
-            with suppress(Exception) if has_failed else nullcontext():  # what is broken cannot be closed in order
-                self._undo()
-
-    def trace(self, path: str | os.PathLike[str] | None = None) -> AbstractContextManager[Trace]:
-        """Note when each bucket's gradients were ready, its reduction, update and gathering began and ended, and who waited.
-
-        With a ``path``, a folder, each rank writes a file there at the end, and ``zerolap trace PATH`` shows them all.
-        """
-        if not self.is_attached:
-            raise RuntimeError("there is nothing to trace: this was detached")
-        ranks = dist.get_process_group_ranks(self._optimizer.process_group)
-        return take(self._engine, ranks=ranks, module=self._module, path=path)
-
-    def audit(self) -> None:
-        """Compare all parameters with the other ranks', which call this, too; raises on all ranks if any differ."""
-        if not self.is_attached:
-            raise RuntimeError("there is nothing to audit by: this was detached; attach again, or audit before")
-        self._engine.audit()
-
-    def refresh_masters(self) -> None:
-        """Take over parameters that were set by hand; ``load_state_dict`` of the module does this by itself."""
-        self._engine.refresh_masters()
-
-    def stats(self) -> Stats:
-        """Updates, bytes, memory, and how long training has waited; for a log or a chart. Waits for nothing."""
-        engine, watch = self._engine, self._engine.watch
-        states: Mapping[Any, dict[str, Any]] = self._optimizer._local_view().state
-        return Stats(
-            num_updates=engine.num_updates,
-            num_steps=engine.num_steps,
-            num_skipped=engine.num_skipped,
-            num_buckets=engine.num_buckets,
-            sent_bytes=engine.sent_bytes,
-            state_bytes=sum(t.nbytes for state in states.values() for t in state.values() if isinstance(t, Tensor)),
-            flat_bytes=engine.flat_bytes,
-            gradient_bytes=engine.gradient_bytes,
-            receive_bytes=self._adapter.kept_bytes,
-            exposed_ms=1e3 * watch.exposed_seconds if watch.has_times else None,
-            communication_ms=1e3 * watch.communication_seconds if watch.has_times else None,
-        )
 
 
 @public
@@ -215,37 +98,31 @@ def attach(
 
     def connect(
         chosen: Adapter, groups: list[dist.ProcessGroup], undo: ExitStack
-    ) -> tuple[WatchedEngine, Adapter, Tuner | None]:
+    ) -> tuple[Engine, Audit, NonFiniteCheck | None, Tuner | None]:
         reduce_group, group = groups
-        cuts = _agree_on_facts(optimizer, cut=chosen.capabilities.exact_cut, precision=precision)
-        engine = WatchedEngine(
+        strategy = ReduceScatter(
             optimizer._book,
+            adapter=chosen,
             reduce_group=reduce_group,
-            cuts=cuts,
+            group=group,
+            cuts=_agree_on_facts(optimizer, cut=chosen.capabilities.exact_cut, precision=precision),
             precision=precision,
-            safety=safety,
-            named_params=list(ddp.module.named_parameters()),
+        )
+        engine = start_engine(
+            ddp,
+            optimizer,
+            undo,
+            strategy=strategy,
             adapter=chosen,
             group=group,
             schedule=schedules[0],
-            agreement=agreement_of(ddp),
-            on_update=noted_by(optimizer),
             gather=gathers[0],
+            names={param: name for name, param in ddp.module.named_parameters()},
         )
-        use_engine(optimizer, engine, undo)
+        audit, nonfinite = _observe(engine, safety)
         if master_weights:
             undo.callback(ddp.module.register_load_state_dict_post_hook(_RefreshMasters(engine)).remove)
-        waits = undo.enter_context(ExitStack())
-
-        def use_gather(gather: Gather) -> None:
-            waits.close()
-            if gather is Gather.LAZY:
-                from zerolap.runtime.lazy_params import (
-                    wait_on_access,  # takes a second to import: torch's compiler comes with it
-                )
-
-                waits.callback(wait_on_access(ddp.module, engine))
-
+        use_gather = _waiting(ddp.module, engine, undo)
         use_gather(gathers[0])
         tuner = None
         if schedule == "auto":
@@ -253,20 +130,61 @@ def attach(
                 ddp, engine, adapter=chosen, group=group, schedules=schedules, gathers=gathers, use_gather=use_gather
             )
             undo.callback(tuner.close)
+        undo.callback(take_buckets(ddp, engine, optimizer).turn_off)
+        return engine, audit, nonfinite, tuner
 
-        def on_bucket(state: object, bucket: GradBucket) -> Future[Tensor]:
-            return engine.on_bucket(bucket)
-
-        hook = guarded(ddp, on_bucket, adapter=chosen, engine=engine, optimizer=optimizer)
-        undo.callback(_connect(ddp, hook, engine))
-        return engine, chosen, tuner
-
-    (engine, chosen, tuner), undo = meet(
+    (engine, audit, nonfinite_check, tuner), undo = connect_ranks(
         ddp, optimizer, settings=settings, connect=connect, num_groups=2, adapter=adapter
     )
-    handle = Handle(optimizer, engine, chosen, tuner, ddp.module, undo.close)
+    handle = Handle(
+        optimizer,
+        engine,
+        audit=audit,
+        nonfinite=nonfinite_check,
+        tuner=tuner,
+        module=ddp.module,
+        undo=undo.close,
+    )
     logger.info("attached: %s", handle)
     return handle
+
+
+def _observe(engine: Engine, safety: Safety) -> tuple[Audit, NonFiniteCheck | None]:
+    """What is looked at beside training: nothing, unless it was asked for."""
+    audit = Audit(
+        safety.audit_every,
+        book=engine.book,
+        common=engine.common,
+        machine=engine.machine,
+        installed=engine.installed,
+        bucket_of=engine.bucket_of,
+    )
+    if safety.audit_every:
+        engine.observers.append(audit)
+    if safety.nonfinite is NonFinite.IGNORE:
+        return audit, None
+    check = NonFiniteCheck(safety.nonfinite, common=engine.common, gradients=engine.gradients, buckets=engine.at_hand)
+    if engine.machine.schedule is Schedule.ON_STEP:
+        engine.observers.append(check)
+    else:
+        engine.update.check = check.refuse
+    return audit, check
+
+
+def _waiting(module: nn.Module, engine: Engine, undo: ExitStack) -> Callable[[Gather], None]:
+    """What lets whoever reaches a parameter wait for it, if the gather is lazy, until it is called again or ``undo`` is closed."""
+    waits = undo.enter_context(ExitStack())
+
+    def use(gather: Gather) -> None:
+        waits.close()
+        if gather is Gather.LAZY:
+            from zerolap.runtime.lazy_params import (
+                wait_on_access,  # takes a second to import: torch's compiler comes with it
+            )
+
+            waits.callback(wait_on_access(module, engine.bucket_of))
+
+    return use
 
 
 def _ways(
@@ -285,78 +203,15 @@ def _ways(
     return schedules, [Gather.EAGER] if compiled_parts(ddp) else [Gather.EAGER, Gather.LAZY]
 
 
-@public
-def trace(
-    target: Handle | DistributedDataParallel | ZeroRedundancyOptimizer, path: str | os.PathLike[str] | None = None
-) -> AbstractContextManager[Trace]:
-    """``handle.trace(path)`` for who has no handle at hand: of a DDP, or an optimizer, that is attached or has a hook."""
-    if isinstance(target, Handle):
-        return target.trace(path)
-    engine: Engine | None
-    module: nn.Module | None = None
-    if isinstance(target, DistributedDataParallel):
-        switch: _Switch | None = vars(target).get(_SWITCH)
-        engine, module = None if switch is None else switch.engine, target.module
-    elif isinstance(target, ZeroRedundancyOptimizer):
-        engine = target._engine
-    else:
-        raise TypeError(
-            f"a trace is of what zerolap.attach() returned, a DDP or a ZeroRedundancyOptimizer, not of {type(target).__name__}"
-        )
-    if engine is None:
-        raise ValueError(
-            f"this {type(target).__name__} is not attached; call zerolap.attach(), or trace the optimizer if a hook was made "
-            "for it"
-        )
-    return take(engine, ranks=dist.get_process_group_ranks(target.process_group), module=module, path=path)
-
-
-def _connect(ddp: DistributedDataParallel, hook: Hook, engine: Engine) -> Callable[[], None]:
-    """Hand DDP's buckets to ``hook``; returns what goes back to plain averaging.
-
-    DDP takes one hook for its whole life, so it gets one that can be switched.
-    """
-    switch: _Switch | None = vars(ddp).get(_SWITCH)
-    if switch is None:
-        switch = _Switch()
-        process_group = ddp.process_group
-
-        def zerolap_hook(state: object, bucket: GradBucket) -> Future[Tensor]:
-            return allreduce_hook(process_group, bucket) if switch.hook is None else switch.hook(None, bucket)
-
-        # DDP compares annotations, and here they are strings.
-        zerolap_hook.__annotations__ = {"bucket": GradBucket, "return": Future[Tensor]}
-        ddp.register_comm_hook(None, zerolap_hook)
-        setattr(ddp, _SWITCH, switch)
-    switch.hook, switch.engine = hook, engine
-    return switch.turn_off
-
-
-_SWITCH = "_zerolap_switch"
-
-
-class _Switch:
-    """Who gets DDP's buckets; nobody after ``detach``, and in a copy of DDP or one from a file."""
-
-    hook: Hook | None = None
-    engine: Engine | None = None
-
-    def turn_off(self) -> None:
-        self.hook = self.engine = None
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        return (_Switch, ())
-
-
 class _RefreshMasters:
     """Runs when the module has loaded a state dict. A copy of the module, or one from a file, has no masters to refresh."""
 
-    def __init__(self, engine: NativeEngine | None = None) -> None:
+    def __init__(self, engine: Engine | None = None) -> None:
         self._engine = engine
 
     def __call__(self, module: object, incompatible_keys: object) -> None:
         if self._engine is not None:
-            self._engine.refresh_masters()
+            refresh_masters(self._engine)
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return (_RefreshMasters, ())
@@ -424,8 +279,8 @@ def _check_attachable(ddp: DistributedDataParallel, optimizer: ZeroRedundancyOpt
         raise TypeError(f"master_weights must be True or False, got {precision.master_weights!r}")
     check_sent_dtype("reduce_dtype", precision.reduce_dtype)
     check_sent_dtype("gather_dtype", precision.gather_dtype)
-    switch: _Switch | None = vars(ddp).get(_SWITCH)
-    if switch is not None and switch.engine is not None:
+    hook = hook_of(ddp)
+    if hook is not None and hook.engine is not None:
         raise ValueError("this DDP is attached to another optimizer already; call detach() of that one's handle first")
     sent = precision.gather_dtype
     widest = max((param.dtype for param in optimizer._all_params), key=lambda dtype: dtype.itemsize)
@@ -453,30 +308,3 @@ def _check_safety(safety: Safety, schedule: Schedule) -> None:
         )
     if nonfinite is NonFinite.SKIP and schedule is not Schedule.ON_STEP:
         raise ValueError('nonfinite="skip" skips step(), which updates with schedule="on_step" only; use that')
-
-
-@public
-class GradScaler(torch.amp.GradScaler):
-    """torch's loss scaler for shards: unscales the mean gradients of ``on_step``, and all ranks find the same infinities."""
-
-    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        engine = _engine_of(optimizer) if self._enabled else None
-        if engine is not None and not engine.is_unscaled:
-            self.unscale_(optimizer)
-        return super().step(optimizer, *args, **kwargs)
-
-    def _unscale_grads_(
-        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
-    ) -> dict[torch.device, Tensor]:
-        engine = _engine_of(optimizer)
-        if engine is None:
-            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        found = engine.unscale_(inv_scale)
-        return {found.device: found}
-
-
-def _engine_of(optimizer: Optimizer) -> NativeEngine | None:
-    """Where an optimizer's reduced gradients are, if not in ``.grad``; refuses one that has used them already."""
-    if isinstance(optimizer, ZeroRedundancyOptimizer) and optimizer._overlap_with_ddp:
-        return optimizer._engine_for_gradients("scaling losses")
-    return None

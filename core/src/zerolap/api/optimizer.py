@@ -21,18 +21,19 @@ from zerolap._public import public
 from zerolap.api.preflight import called_together, meeting_group
 from zerolap.errors import CollectiveError, ZerolapError, forked
 from zerolap.runtime.exchange import all_gather_json, move_states, refuse_together
+from zerolap.runtime.flat_buffer import FlatBuffer
 from zerolap.runtime.optimizer_description import describe, digest_of, first_difference
 from zerolap.runtime.optimizer_facts import refuse_inseparable
 from zerolap.runtime.param_groups import ExposedGroup, Options, ParamGroup, options_of, params_of
-from zerolap.runtime.shards import FlatParams, ShardBook
+from zerolap.runtime.shard_optimizer import ShardBook
 from zerolap.runtime.state_pieces import State, by_param, copied, fit, flat_state, shaped_state
-from zerolap.schedule.machine import Gather, Schedule
+from zerolap.schedule.machine import Schedule
 from zerolap.schedule.ownership import GlobalRank, GroupRank, Piece
 
 if TYPE_CHECKING:
     from zerolap.runtime.dcp_state import Described
     from zerolap.runtime.engine import Engine
-    from zerolap.runtime.native import NativeEngine
+    from zerolap.runtime.reduced_gradients import ReducedGradients
 
 logger = logger_of(__name__)
 
@@ -93,7 +94,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._overlap_with_ddp = overlap_with_ddp
         self._optimizer_class = optimizer_class
         self._engine: Engine | None = None
-        self._flats: list[tuple[GroupRank, FlatParams]] = []
+        self._flats: list[tuple[GroupRank, FlatBuffer]] = []
         self._consolidated: dict[int, State] | None = None
         self._is_untouched = True  # no rank has a state: none was made by a step, none loaded
 
@@ -373,13 +374,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         if not self._overlap_with_ddp:
             return torch.nn.utils.clip_grad_norm_(self._book.params, max_norm, norm_type, error_if_nonfinite)
-        return self._engine_for_gradients("clipping").clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
+        return self._reduced_gradients("clipping").clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
 
     # --- Join ---------------------------------------------------------------------------------------------------------
 
     def join_hook(self, **_kwargs: Any) -> JoinHook:
         """Shadow ``step()`` for ranks without inputs; where updates are in backward, DDP's own join hook does all of it."""
-        in_backward = self._overlap_with_ddp and not (self._engine and self._engine.schedule is Schedule.ON_STEP)
+        in_backward = self._overlap_with_ddp and not (
+            self._engine and self._engine.machine.schedule is Schedule.ON_STEP
+        )
         return JoinHook() if in_backward else _StepJoinHook(self)
 
     @property
@@ -400,7 +403,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def _wait_for_params(self) -> None:
         """Whoever is handed a parameter by its optimizer, and reads or writes it, finds its updated value."""
-        if self._engine is not None and self._engine.gather is Gather.LAZY:
+        if self._engine is not None and self._engine.common.is_lazy:
             self._engine.wait_for_params()
 
     def _expose_groups(self) -> None:
@@ -408,7 +411,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         def wait() -> None:
             engine = None if (optimizer := me()) is None else optimizer._engine
-            if engine is not None and engine.gather is Gather.LAZY:
+            if engine is not None and engine.common.is_lazy:
                 engine.wait_for_params()
 
         for place, group in enumerate(self.param_groups):
@@ -424,22 +427,32 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """torch.amp.GradScaler asks this before it steps an optimizer."""
         if not self._overlap_with_ddp:
             return False
-        engine = self._engine_for_gradients("scaling losses")
-        if not engine.is_unscaled:
+        if not self._reduced_gradients("scaling losses").is_unscaled:
             raise RuntimeError("a torch.amp.GradScaler sees unreduced gradients only; use zerolap.GradScaler instead")
         return False
 
-    def _engine_for_gradients(self, purpose: str) -> NativeEngine:
-        """The engine, if gradients can still be changed between backward and step()."""
-        from zerolap.runtime.native import NativeEngine
+    def _noting_updates(self) -> Callable[[], None]:
+        """What an engine calls after an update. It does not keep the optimizer, which keeps the engine."""
+        ref = weakref.ref(self)
 
+        def note() -> None:
+            updated: Any = ref()
+            if updated is not None:
+                updated._is_untouched = False
+                # LR schedulers warn if step() was not called; backward was this optimizer's step.
+                updated._opt_called = True
+
+        return note
+
+    def _reduced_gradients(self, purpose: str) -> ReducedGradients:
+        """The mean gradients, if they can still be changed between backward and step()."""
         engine = self._hooked_engine()
-        if not isinstance(engine, NativeEngine) or engine.schedule is not Schedule.ON_STEP:
+        if engine.machine.schedule is not Schedule.ON_STEP:
             raise RuntimeError(
                 f"{purpose} cannot work with updates inside backward: they have used the gradients already; "
                 'use zerolap.attach(ddp, optimizer, schedule="on_step"), or overlap_with_ddp=False'
             )
-        return engine
+        return engine.gradients
 
     def _hooked_engine(self) -> Engine:
         if self._engine is None:
@@ -484,7 +497,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         buckets: dict[tuple[GroupRank, torch.device, torch.dtype], list[Tensor]] = {}
         for param, owner in zip(self._book.params, self._book.owners.values(), strict=True):
             buckets.setdefault((owner, param.device, param.dtype), []).append(param)
-        self._flats = [(owner, FlatParams(params)) for (owner, _, _), params in buckets.items()]
+        self._flats = [(owner, FlatBuffer(params)) for (owner, _, _), params in buckets.items()]
 
     def _sync_params(self) -> None:
         """Send each rank's parameters to all others, frozen ones too: one frozen after backward is still updated."""

@@ -23,11 +23,14 @@ from torch.nn.parallel import DistributedDataParallel
 from zerolap._logging import logger_of
 from zerolap.backend.base import Adapter, Moment
 from zerolap.forecast.bucket_sizes import Profile, agree, profile, seconds_by_size
+from zerolap.forecast.workload import Param, Workload
 from zerolap.observe.trace import take
+from zerolap.runtime.checks import is_compiled
+from zerolap.runtime.engine import Engine
 from zerolap.runtime.exchange import all_gather_json
-from zerolap.runtime.native import NativeEngine
-from zerolap.runtime.rereads import is_compiled
+from zerolap.runtime.exchange_strategies import ReduceScatter
 from zerolap.schedule.machine import Gather, Schedule
+from zerolap.schedule.ownership import Slot
 
 logger = logger_of("zerolap.auto")
 
@@ -72,7 +75,7 @@ class Tuner:
     def __init__(
         self,
         ddp: DistributedDataParallel,
-        engine: NativeEngine,
+        engine: Engine,
         *,
         adapter: Adapter,
         group: dist.ProcessGroup,
@@ -118,7 +121,7 @@ class Tuner:
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch gives its decorator no types
     def __call__(self, module: nn.Module, args: Any) -> None:
         """Before every forward of DDP."""
-        num_updates = self._engine.num_updates
+        num_updates = self._engine.probe.num_updates
         if self._script is None or num_updates == self._num_updates:
             return  # a forward without an update before it: evaluation, or gradients are being accumulated
         taken = Iterations(self._last, self._adapter.moment(), num_updates - self._num_updates)
@@ -196,12 +199,12 @@ class Tuner:
             return []
         here, engine = self.choice.bucket_mb, self._engine
         self._use(Choice(*ways[0], here))
-        is_free = engine.watch.trace is None  # or else somebody takes a trace of their own
+        is_free = engine.probe.trace is None  # or else somebody takes a trace of their own
         with take(engine, ranks=(), module=self._ddp.module, path=None) if is_free else nullcontext() as trace:
             for _ in range(_NUM_TRACED):
                 yield
         spans = trace.spans if trace is not None else []
-        workload, num_ranks = engine.workload(), self._group.size()
+        workload, num_ranks = _workload_of(engine), self._group.size()
         profiles = self._tell_all(profile(spans, workload, world_size=num_ranks), "what an iteration is made of")
         others = [size for size in _OTHER_BUCKET_MB if not 0.5 < size / here < 2]
         if any(each is None for each in profiles):
@@ -238,9 +241,24 @@ class Tuner:
         return {choice: min(visits) for choice, visits in zip(self._visits, slowest, strict=True)}
 
     def _tell_all(self, mine: Any, what: str) -> list[Any]:
-        return self._engine.run_between_updates(
-            lambda: all_gather_json(mine, group=self._group, what=f"telling {what}")
-        )
+        return self._engine.common.run_on_lane(lambda: all_gather_json(mine, group=self._group, what=f"telling {what}"))
+
+
+def _workload_of(engine: Engine) -> Workload:
+    """What is trained, in the buckets at hand, for forecasts; when it is used and ready is not known here."""
+    assert isinstance(engine.strategy, ReduceScatter), "auto is a way of attach"
+    params: list[Param] = []
+    layout: list[tuple[Slot, ...]] = []
+    for bucket in engine.layout:
+        layout.append(tuple(Slot(len(params) + i, param.numel()) for i, param in enumerate(bucket.params)))
+        params += [Param(param.numel(), dtype=str(param.dtype), itemsize=param.itemsize) for param in bucket.params]
+    reduced_as, gathered_as = engine.strategy.precision.reduce_dtype, engine.strategy.precision.gather_dtype
+    return Workload(
+        params=tuple(params),
+        layout=tuple(layout),
+        reduce_itemsize=reduced_as.itemsize if reduced_as else None,
+        gather_itemsize=gathered_as.itemsize if gathered_as else None,
+    )
 
 
 def compiled_parts(ddp: DistributedDataParallel) -> list[str]:

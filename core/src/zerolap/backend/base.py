@@ -13,8 +13,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import Backend, PrefixStore, Store, _DistributedBackendOptions
 
 from zerolap._public import public
-from zerolap.backend.collectives import Parts, Pending
-from zerolap.backend.lanes import HostSide, Lane, Side, ThreadLane
+from zerolap.backend.lanes import HostSide, Lane, Pending, Side, ThreadLane
+from zerolap.backend.parts import Parts
 from zerolap.schedule.ownership import GroupRank
 
 Moment = object  # as an adapter takes it: a number on host devices, a timed event on streams

@@ -1,4 +1,4 @@
-"""Lanes and sides: ordered places to run things beside the training thread. Nothing here knows what is run."""
+"""Lanes and sides: ordered places to run things beside the training thread, and what is in flight there. Not what it is for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -17,10 +17,55 @@ import torch
 from torch.futures import Future
 
 from zerolap._public import public
-from zerolap.backend.collectives import Pending
-from zerolap.errors import ZerolapError
+from zerolap.errors import CollectiveError, ZerolapError
 
 T = TypeVar("T")
+
+
+@public
+class Waitable(Protocol):
+    def wait(self) -> object: ...
+
+
+@public
+class Pending:
+    """A collective under way. Keeps its tensors alive, and knows how to call itself when it fails."""
+
+    __slots__ = ("_finish", "_what", "_works", "sent_bytes", "tensors")
+
+    def __init__(
+        self,
+        works: Sequence[Waitable],
+        *,
+        tensors: Sequence[object],
+        what: str,
+        sent_bytes: int = 0,
+        finish: Callable[[], None] | None = None,
+    ) -> None:
+        self._works = works
+        self._finish = finish  # what is left to do once everything has arrived
+        self.sent_bytes = sent_bytes  # by this rank
+        # Held until waited for: freed earlier, the allocator may hand the memory to the next bucket while it is sent.
+        self.tensors = tensors
+        self._what = what
+
+    def wait(self) -> None:
+        """Return when the tensors may be read and written by the caller; CollectiveError if it failed or timed out."""
+        try:
+            for work in self._works:
+                work.wait()
+            if self._finish is not None:
+                self._finish()
+        except CollectiveError:
+            raise  # it knows more
+        except Exception as error:
+            raise CollectiveError(f"{self._what} failed: {error}") from error
+        self._works, self._finish, self.tensors = (), None, ()
+
+
+def start_all(starts: Sequence[Callable[[], Pending]]) -> Pending:
+    """Start several collectives, which are waited for as one."""
+    return Pending([start() for start in starts], tensors=(), what="")  # those inside say what failed
 
 
 @public

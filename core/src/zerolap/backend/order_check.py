@@ -18,8 +18,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from zerolap.backend.base import Adapter
-from zerolap.backend.collectives import Parts, Pending
-from zerolap.backend.lanes import ThreadLane, Waiter
+from zerolap.backend.lanes import Pending, ThreadLane, Waiter
+from zerolap.backend.parts import Parts
 from zerolap.errors import CollectiveError
 from zerolap.schedule.ownership import GroupRank
 

@@ -30,8 +30,8 @@ from torch.futures import Future
 
 from zerolap._public import public
 from zerolap.backend.base import Adapter, Moment
-from zerolap.backend.collectives import Parts, Pending
-from zerolap.backend.lanes import Lane, Side, failed
+from zerolap.backend.lanes import Lane, Pending, Side, failed
+from zerolap.backend.parts import Parts
 
 T = TypeVar("T")
 

@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from zerolap.calibrate.calibrate import Measured
 from zerolap.forecast.workload import FIRST_BUCKET_BYTES, MB, Param, Workload, bucketize
-from zerolap.runtime.native import Precision
 from zerolap.runtime.optimizer_facts import is_elementwise
+from zerolap.runtime.precision import Precision
 from zerolap.schedule.ownership import Layout, Slot
 
 _PRIMES = (

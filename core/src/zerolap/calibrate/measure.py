@@ -20,10 +20,10 @@ from torch.optim import Optimizer
 from zerolap.api.attach import attach
 from zerolap.api.optimizer import ZeroRedundancyOptimizer
 from zerolap.backend.base import Adapter
-from zerolap.backend.collectives import Parts
+from zerolap.backend.parts import Parts
 from zerolap.forecast.workload import MB
 from zerolap.runtime.exchange import all_gather_json
-from zerolap.runtime.shards import WITH_FUSED
+from zerolap.runtime.shard_optimizer import WITH_FUSED
 
 _NUM_TIMED = 5
 _NUM_PIPELINED = 5  # buckets under way at once

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from zerolap.calibrate.from_model import Described, describe
 from zerolap.cli.numbers import in_units
 from zerolap.forecast.forecast import Pattern
-from zerolap.runtime.native import Precision
+from zerolap.runtime.precision import Precision
 from zerolap.untrusted.files import parse_json, printable, read_json
 
 _PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}

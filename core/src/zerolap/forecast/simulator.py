@@ -13,12 +13,12 @@ from math import isqrt
 
 from zerolap.forecast.event_loop import Clock, Flag, Queue, Thread
 from zerolap.forecast.workload import Traffic
-from zerolap.schedule.machine import Action, Machine, Verb
+from zerolap.schedule.machine import AT_ONCE, Action, Machine, Verb
 
 _MAX_STEPS = 12  # until each takes as long as the one before
 _SAME = 1e-6
 _DDP_WIDTH = 2  # all-reduces under way at once in DDP's own group
-_NO_TIME = frozenset({Verb.RECORD, Verb.PLAN, Verb.MIGRATE, Verb.FINISH})  # or only once
+_NO_TIME = frozenset({Verb.MIGRATE, Verb.FINISH})  # or only once
 
 
 class Pattern(Enum):
@@ -130,9 +130,9 @@ class Rank:
                 yield (bucket.ready_at - at) * compute.backward + compute.host_seconds_per_bucket / 2
                 at = bucket.ready_at
                 actions = machine.bucket_ready(index, is_last=index == last, is_known=True)
-                for verb, reduced in actions:
-                    if verb is Verb.REDUCE and reduced is not None:
-                        self._start_reduce(reduced)
+                for verb, each in actions:
+                    if verb in AT_ONCE:
+                        self._do_at_once(verb, each)
                 job = self._submit(actions)
             yield (1 - at) * compute.backward
             yield job  # DDP waits for every bucket, and the lane is done with the last one last
@@ -164,10 +164,16 @@ class Rank:
             while self._jobs:
                 actions, done = self._jobs.popleft()
                 for verb, bucket in actions:
-                    yield from self._do(verb, bucket)
+                    if verb not in AT_ONCE:
+                        yield from self._do(verb, bucket)
                 done.is_set = True
             self._wake = Flag()
             yield self._wake
+
+    def _do_at_once(self, verb: Verb, index: int | None) -> None:
+        if verb is not Verb.START_REDUCE or index is None:  # a layout is recorded, and its owners assigned, only once
+            raise NotImplementedError(f"the forecast is of steps in a known layout, where there is no {verb.name}")
+        self._start_reduce(index)
 
     def _do(self, verb: Verb, index: int | None) -> Thread:
         if index is None:
@@ -179,7 +185,7 @@ class Rank:
             return
         bucket, compute = self._traffic[index], self._compute
         match verb:
-            case Verb.REDUCE:
+            case Verb.FINISH_REDUCE:
                 yield self._reducing[index]
                 self._copied -= bucket.reduce_copy_bytes
             case Verb.AGREE:

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from zerolap._public import public
 from zerolap.backend.base import Moment
-from zerolap.backend.collectives import Pending
-from zerolap.backend.lanes import Side, ThreadLane, Waiter
+from zerolap.backend.lanes import Pending, Side, ThreadLane, Waiter
 from zerolap.observe.timeline.record import Clock, RankTrace, Span, write
 from zerolap.observe.timeline.verdict import Verdict, judge
 

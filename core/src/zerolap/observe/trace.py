@@ -6,18 +6,17 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from zerolap._logging import logger_of
+from zerolap._torch import queue_callback
 from zerolap.observe.recorder import Noted, Recorder, Trace
 from zerolap.observe.timeline.record import Bucket, Clock, RankTrace
-
-if TYPE_CHECKING:
-    from zerolap.runtime.engine import Engine
+from zerolap.runtime.engine import Engine
 
 logger = logger_of(__name__)
 
@@ -27,7 +26,7 @@ def take(
     engine: Engine, *, ranks: Sequence[int], module: nn.Module | None, path: str | os.PathLike[str] | None
 ) -> Iterator[Trace]:
     """Trace an engine, and the phases of the module it trains. Begins when nothing is under way."""
-    if engine.watch.trace is not None:
+    if engine.probe.trace is not None:
         raise RuntimeError("a trace is already being taken")
     if path is not None:
         if Path(path).exists() and not Path(path).is_dir():
@@ -36,31 +35,32 @@ def take(
     engine.raise_if_failed()
     engine.wait_for_params()
     names: dict[Tensor, str] = {param: name for name, param in module.named_parameters()} if module is not None else {}
-    on_host = not engine._adapter.capabilities.futures_complete_at_enqueue
-    recorder = Recorder(engine._adapter, names=names, has_witness=on_host)
-    recorder.update = engine.watch.update
+    on_host = not engine.common.adapter.capabilities.futures_complete_at_enqueue
+    recorder = Recorder(engine.common.adapter, names=names, has_witness=on_host)
+    recorder.update = engine.probe.num_backwards
     trace = Trace(recorder, lambda: _facts(engine, ranks, names))
     with ExitStack() as hooks:
         if module is not None:
             phases = _Phases(recorder)
             hooks.callback(module.register_forward_pre_hook(phases.forward_begins, prepend=True).remove)
             hooks.callback(module.register_forward_hook(phases.forward_ended, prepend=True).remove)
-        engine.watch.trace = recorder
+        engine.probe.trace = recorder
         try:
             yield trace
         finally:
-            engine.watch.trace = None
+            engine.probe.trace = None
             recorder.close()
-            if path is not None and not engine.has_failed:  # or a device may never get to what it was given
+            if (
+                path is not None and engine.common.failures.first is None
+            ):  # or a device may never get to what it was given
                 written = trace.save(path)
                 logger.info("%s; written to %s", trace.verdict(), written)
 
 
 def _facts(engine: Engine, ranks: Sequence[int], names: dict[Tensor, str]) -> RankTrace:
     """All of a trace but its times."""
-    adapter, plan = engine._adapter, engine._plan
-    owned = [{owner for owner, pieces in planned.segments() if pieces} for planned in plan.buckets] if plan else []
-    device_name = _name_of(engine.device)
+    adapter, world_size = engine.common.adapter, engine.book.world_size
+    device_name = _name_of(engine.book.params[0].device)
     return RankTrace(
         rank=dist.get_rank(),
         ranks=tuple(ranks),
@@ -70,15 +70,16 @@ def _facts(engine: Engine, ranks: Sequence[int], names: dict[Tensor, str]) -> Ra
         spans=(),
         buckets=tuple(
             Bucket(
-                num_bytes=sum(param.nbytes for param in recorded.params),
-                params=tuple(names.get(param, "?") for param in recorded.params),
-                is_shared=index < len(owned) and len(owned[index]) == engine._book.world_size,
+                num_bytes=bucket.num_bytes,
+                params=tuple(names.get(param, "?") for param in bucket.params),
+                is_shared=bucket.owners is not None
+                and len({owner for owner, pieces in bucket.owners.segments() if pieces}) == world_size,
             )
-            for index, recorded in enumerate(engine._layout)
+            for bucket in engine.layout
         ),
         about={
-            "schedule": engine.schedule.value,
-            "gather": engine.gather.value,
+            "schedule": engine.machine.schedule.value,
+            "gather": engine.machine.gather.value,
             "adapter": adapter.name,
             "device": device_name,
             "torch": torch.__version__,
@@ -125,7 +126,7 @@ class _Phases:
         trace = self._trace
         if trace is not None and trace.is_on:
             backward = trace.begin("backward", ahead=1)
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: trace.end(backward))
+            queue_callback(lambda: trace.end(backward))
 
 
 def _first_differentiable(output: Any) -> Tensor | None:

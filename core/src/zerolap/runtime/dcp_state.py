@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from zerolap._logging import logger_of
 from zerolap.runtime.param_groups import Options, ParamGroup, options_of, params_of
-from zerolap.runtime.shards import MASTER, stand_in_for
+from zerolap.runtime.shard_optimizer import MASTER, stand_in_for
 from zerolap.runtime.state_pieces import State, strides_in_bucket
 from zerolap.schedule.ownership import Piece
 from zerolap.untrusted.files import printable

@@ -9,36 +9,43 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, ItemsView, ValuesView
-from typing import Any, Protocol
+from collections.abc import Callable, ItemsView, Mapping, ValuesView
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._dynamo import eval_frame
 
-
-class ParamWaiter(Protocol):
-    def wait_for_param(self, param: Tensor) -> None: ...
-
-    def wait_for_params(self) -> None: ...
+from zerolap.runtime.bucket import Bucket
 
 
 class _WaitingParameters(dict[str, nn.Parameter | None]):
     """A module's parameters, each waited for before it is handed out."""
 
-    def __init__(self, parameters: dict[str, nn.Parameter | None], waiter: ParamWaiter) -> None:
+    def __init__(self, parameters: dict[str, nn.Parameter | None], bucket_of: Mapping[Tensor, Bucket]) -> None:
         super().__init__(parameters)
-        self._waiter = waiter
+        self._bucket_of = bucket_of  # which changes with the layout
+        self.look: Callable[[Tensor], None] | None = None  # told of each that is handed out
 
     def wait(self) -> None:
+        bucket_of, look = self._bucket_of, self.look
         for param in super().values():
-            if param is not None:
-                self._waiter.wait_for_param(param)
+            if param is None:
+                continue
+            if look is not None:
+                look(param)
+            bucket = bucket_of.get(param)
+            if bucket is not None and bucket.gathering is not None:
+                bucket.wait(param)
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
         param = super().__getitem__(name)
         if param is not None:
-            self._waiter.wait_for_param(param)
+            if self.look is not None:
+                self.look(param)
+            bucket = self._bucket_of.get(param)
+            if bucket is not None and bucket.gathering is not None:
+                bucket.wait(param)
         return param
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -63,14 +70,14 @@ class _WaitingParameters(dict[str, nn.Parameter | None]):
         return dict, (list(super().items()),)
 
 
-def wait_on_access(module: nn.Module, waiter: ParamWaiter) -> Callable[[], None]:
+def wait_on_access(module: nn.Module, bucket_of: Mapping[Tensor, Bucket]) -> Callable[[], None]:
     """From now on whoever reaches a parameter through ``module`` or one of its children waits for it.
 
     Returns what undoes it.
     """
     children = [child for child in module.modules() if child._parameters]
     for child in children:
-        child._parameters = _WaitingParameters(child._parameters, waiter)
+        child._parameters = _WaitingParameters(child._parameters, bucket_of)
     hooks = [child.register_forward_pre_hook(_before_forward) for child in {module: None, **dict.fromkeys(children)}]
 
     def undo() -> None:

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from zerolap._logging import logger_of
 from zerolap.runtime.exchange import check_sendable
 from zerolap.runtime.param_groups import Options, ParamGroup, options_of, params_of
-from zerolap.runtime.shards import LocalOptimizer, stand_in_for
+from zerolap.runtime.shard_optimizer import LocalOptimizer, stand_in_for
 from zerolap.runtime.state_pieces import by_param
 from zerolap.schedule.ownership import Piece
 

@@ -14,9 +14,12 @@ ParamGroup = dict[str, Any]
 Options = dict[str, Any]  # a param group without its parameters
 
 
+NOT_OPTIONS = ("params", "param_names")  # torch keeps both beside the options
+
+
 def options_of(group: ParamGroup) -> Options:
-    """What is told of a group's parameters, without them and without their names, which torch keeps beside the options."""
-    return {key: value for key, value in dict.items(group) if key not in ("params", "param_names")}
+    """What is told of a group's parameters, without them and without their names."""
+    return {key: value for key, value in dict.items(group) if key not in NOT_OPTIONS}
 
 
 def params_of(group: ParamGroup) -> list[Tensor]:

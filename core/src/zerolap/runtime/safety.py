@@ -1,12 +1,11 @@
-"""The native engine, watched: audits of parameters, and gradients that are not finite. All of it is off unless asked for."""
+"""Checks that are off unless asked for: audits of parameters, and gradients that are not finite. Both are collectives, on the lane."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,12 +13,13 @@ from torch import Tensor
 
 from zerolap._logging import logger_of
 from zerolap.errors import ZerolapError
-from zerolap.runtime.audit import checksums, describe_drift
+from zerolap.runtime.bucket import Bucket
+from zerolap.runtime.common import Common, Observer
 from zerolap.runtime.exchange import all_gather_json
-from zerolap.runtime.native import SEARCH, NativeEngine
 from zerolap.runtime.optimizer_description import describe_options, digest_of, first_option
-from zerolap.runtime.shards import ShardBook
-from zerolap.schedule.machine import Phase, Schedule, Verb
+from zerolap.runtime.reduced_gradients import ReducedGradients
+from zerolap.runtime.shard_optimizer import ShardBook
+from zerolap.schedule.machine import Machine, Schedule
 
 logger = logger_of(__name__)
 
@@ -40,127 +40,164 @@ class Safety:
     nonfinite: NonFinite = NonFinite.IGNORE
 
 
-class WatchedEngine(NativeEngine):
-    """Compares replicas every so many updates, and looks at gradients before they are used."""
+class NonFiniteCheck(Observer):
+    """Looks at all gradients before the first of them is used."""
 
     def __init__(
-        self, book: ShardBook, *, safety: Safety, named_params: Sequence[tuple[str, Tensor]], **options: Any
+        self, wish: NonFinite, *, common: Common, gradients: ReducedGradients, buckets: Sequence[Bucket]
     ) -> None:
-        super().__init__(book, **options)
-        self._safety = safety
-        self._named_params = named_params  # the module's, frozen ones included
+        self._wish = wish
+        self._common = common
+        self._gradients = gradients
+        self._buckets = buckets  # of the backward at hand
         self.num_skipped = 0
-        self._is_skipped = False  # the update by the gradients at hand
-        self._is_searched = False  # these gradients, for ones that are not finite
-        if safety.nonfinite is not NonFinite.IGNORE and self.schedule is not Schedule.ON_STEP:
-            self._on_lane[Verb.STEP] = type(self)._step_if_finite
 
-    # --- on the training thread ---------------------------------------------------------------------------------------
-
-    def audit(self) -> None:
-        """Compare all parameters with the other ranks'."""
-        self.raise_if_failed()
-        self._run_on_lane(self._audit)
-
-    def _begin_backward(self) -> None:
-        super()._begin_backward()
-        self._is_skipped = self._is_searched = False
-        if self._is_audit_due() and self.schedule is not Schedule.ON_STEP:
-            self._lane.submit(
-                partial(self._do_quietly, self._audit)
-            )  # ahead of the updates; if it fails, there are none
-
-    def _shall_update(self) -> bool:
-        if self.phase is not Phase.REDUCED:
+    def may_update(self) -> bool:
+        found = self._common.run_on_lane(self._find)
+        if found is None:
             return True
-        if self._is_audit_due():
-            self._run_on_lane(self._audit)
-        if self._safety.nonfinite is NonFinite.IGNORE:
-            return True
-        if not self._is_skipped:
-            found = self._run_on_lane(self._find_nonfinite)
-            if found is None:
-                return True
-            if self._safety.nonfinite is NonFinite.RAISE:
-                raise ZerolapError(found)  # nothing was changed: the next backward starts anew
-            self.num_skipped += 1
-            self._is_skipped = True
-            logger.warning("%s; it was skipped", found)
+        if self._wish is NonFinite.RAISE:
+            raise ZerolapError(found)  # nothing was changed: the next backward starts anew
+        self.num_skipped += 1
+        logger.warning("%s; it was skipped", found)
         return False
 
-    def _name_of(self, param: Tensor) -> str:
-        return next((name for name, each in self._named_params if each is param), super()._name_of(param))
+    def refuse(self) -> None:
+        """For updates inside backward: on the lane, when all buckets are reduced and none is stepped."""
+        found = self._find()
+        if found is not None:
+            raise ZerolapError(found)
 
-    # --- on the lane --------------------------------------------------------------------------------------------------
-
-    def _step_if_finite(self, index: int) -> None:
-        if not self._is_searched:  # before the first bucket's update, when all are reduced
-            self._is_searched = True
-            found = self._find_nonfinite()
-            if found is not None:
-                raise ZerolapError(found)
-        self._step(index)
-
-    def _find_nonfinite(self) -> str | None:
+    def _find(self) -> str | None:
         """Where there are gradients that are not finite, on any rank; the same on all of them."""
-        found = self._scale_and_search(self._shards_at_hand(), torch.ones((), device=self._device))
-        if not self._reduce(found, dist.ReduceOp.MAX, SEARCH).item():
+        if self._gradients.are_finite():
             return None
-        mine = []
-        name_of = {param: name for name, param in self._named_params}
-        for index, arrival in enumerate(self._arrivals):
-            recorded = arrival.recorded  # whose memory still holds this rank's own gradients
-            if not recorded.buffer.isfinite().all():
+        common, mine = self._common, []
+        assert common.group is not None
+        for bucket in self._buckets:  # whose memory still holds this rank's own gradients
+            if not bucket.buffer.isfinite().all():
                 mine += [
-                    f"{self._me}, bucket {index}, {name_of.get(param)}"
-                    for param, offset in zip(recorded.params, recorded.offsets, strict=True)
-                    if not recorded.buffer[offset : offset + param.numel()].isfinite().all()
+                    f"{common.me}, bucket {bucket.index}, {common.names.get(param)}"
+                    for param, offset in zip(bucket.params, bucket.offsets, strict=True)
+                    if not bucket.buffer[offset : offset + param.numel()].isfinite().all()
                 ]
-        what = f"{self._me}: naming gradients that are not finite"
-        said = [name for names in all_gather_json(mine[:3], group=self._group, what=what) for name in names]
+        what = f"{common.me}: naming gradients that are not finite"
+        said = [name for names in all_gather_json(mine[:3], group=common.group, what=what) for name in names]
         whose = f"those of {'; '.join(said[:9])}" if said else "their sum over all ranks has overflowed"
-        return f"{self._me}: gradients are not finite, update {self.num_updates + 1} was not made: {whose}"
+        return f"{common.me}: gradients are not finite, update {common.probe.num_updates + 1} was not made: {whose}"
 
-    def _is_audit_due(self) -> bool:
-        every = self._safety.audit_every
-        return bool(every and self.num_updates and self.num_updates % every == 0)
 
-    def _audit(self) -> None:
-        self._wait_for_all()
-        inside = self._bucket_of
-        rest = [(name, param) for name, param in self._named_params if param not in inside]
-        flats = [installed.flat.buffer for installed in self._installed]
-        options = torch.tensor(int(digest_of(describe_options(self._book.groups))[:15], 16), device=self._device)
-        sums = torch.cat([checksums([*flats, *(param for _, param in rest)], device=self._device), options.reshape(1)])
+class Audit(Observer):
+    """Compares all parameters and the optimizer's options between ranks, by checksums: every so many updates, or when asked."""
+
+    def __init__(
+        self,
+        every: int,
+        *,
+        book: ShardBook,
+        common: Common,
+        machine: Machine,
+        installed: Sequence[Bucket],
+        bucket_of: Mapping[Tensor, Bucket],
+    ) -> None:
+        self._every = every  # 0 for when asked
+        self._book = book
+        self._common = common
+        self._machine = machine
+        self._installed = installed
+        self._bucket_of = bucket_of
+
+    def run(self) -> None:
+        """Compare now; on the training thread."""
+        self._common.raise_if_failed()
+        self._common.run_on_lane(self._compare)
+
+    def backward_begins(self) -> None:
+        if self._is_due() and self._machine.schedule is not Schedule.ON_STEP:
+            # Ahead of the updates: if it fails, there are none.
+            self._common.lane.submit(partial(self._common.do_quietly, self._compare))
+
+    def may_update(self) -> bool:
+        if self._is_due():
+            self._common.run_on_lane(self._compare)
+        return True
+
+    def _is_due(self) -> bool:
+        num_updates = self._common.probe.num_updates
+        return bool(self._every and num_updates and num_updates % self._every == 0)
+
+    def _compare(self) -> None:
+        for bucket in self._installed:
+            bucket.wait(is_lane=True)
+        common, device = self._common, self._book.params[0].device
+        rest = [(name, param) for param, name in common.names.items() if param not in self._bucket_of]
+        flats = [bucket.flat.buffer for bucket in self._installed if bucket.flat is not None]
+        options = torch.tensor(int(digest_of(describe_options(self._book.groups))[:15], 16), device=device)
+        sums = torch.cat([checksums([*flats, *(param for _, param in rest)], device=device), options.reshape(1)])
         halves = sums.view(torch.int32)  # some backends reduce nothing wider
         # The largest of all ranks, and the complement of the smallest.
-        ends = self._reduce(torch.stack([halves, ~halves]), dist.ReduceOp.MAX, "audit of parameters")
+        ends = common.over_all_ranks(torch.stack([halves, ~halves]), dist.ReduceOp.MAX, "audit of parameters")
         is_different = ends[0] != ~ends[1]
-        if not is_different.any():
-            return
-        first = int(is_different.nonzero()[0]) // 2
-        if first == len(sums) - 1:
+        if is_different.any():
+            self._refuse(int(is_different.nonzero()[0]) // 2, rest, num_buckets=len(flats))
+
+    def _refuse(self, first: int, rest: Sequence[tuple[str, Tensor]], *, num_buckets: int) -> None:
+        """Say what differs, given the place of the first checksum that does."""
+        common = self._common
+        assert common.group is not None
+        found = f"{common.me}: the audit after update {common.probe.num_updates} found that"
+        if first == num_buckets + len(rest):
             raise ZerolapError(
-                f"{self._me}: the audit after update {self.num_updates} found that the optimizer's options differ between group ranks "
-                f"{self._other_option()}; schedulers and whatever else sets them must do the same on all ranks"
+                f"{found} the optimizer's options differ between group ranks "
+                f"{self._other_option(common.group)}; schedulers and whatever else sets them must do the same on all ranks"
             )
-        if first < len(flats):
-            where = f"bucket {first}, "
-            suspects = [(name, param) for name, param in self._named_params if inside.get(param) == first]
+        if first < num_buckets:
+            where, params = f"bucket {first}, ", self._installed[first].params
+            suspects = [(name, param) for param, name in common.names.items() if param in set(params)]
         else:
-            where, suspects = "", [rest[first - len(flats)]]
-        mine = checksums([param for _, param in suspects], device=self._device).tolist()
-        said = all_gather_json([self._me, mine], group=self._group, what=f"{self._me}: naming what drifted")
+            where, suspects = "", [rest[first - num_buckets]]
+        mine = checksums([param for _, param in suspects], device=suspects[0][1].device).tolist()
+        said = all_gather_json([common.me, mine], group=common.group, what=f"{common.me}: naming what drifted")
         raise ZerolapError(
-            f"{self._me}: the audit after update {self.num_updates} found that parameters differ between ranks: {where}"
-            f"{describe_drift([name for name, _ in suspects], said)}"
+            f"{found} parameters differ between ranks: {where}{describe_drift([name for name, _ in suspects], said)}"
         )
 
-    def _other_option(self) -> str:
-        what = f"{self._me}: naming options that differ"
-        said = all_gather_json(describe_options(self._book.groups), group=self._group, what=what)
+    def _other_option(self, group: dist.ProcessGroup) -> str:
+        what = f"{self._common.me}: naming options that differ"
+        said = all_gather_json(describe_options(self._book.groups), group=group, what=what)
         for rank, theirs in enumerate(said):
             difference = first_option(said[0], theirs)
             if difference is not None:
                 return f"0 and {rank}: {difference}"
         return "a moment ago, and no longer do"
+
+
+def checksums(tensors: Sequence[Tensor], *, device: torch.device) -> Tensor:
+    """One integer for each tensor: the sum of its bits, read as whole numbers."""
+    if not tensors:
+        return torch.zeros(0, dtype=torch.int64, device=device)
+    return torch.stack([_words(tensor).sum(dtype=torch.int64) for tensor in tensors])
+
+
+def _words(tensor: Tensor) -> Tensor:
+    bits = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    is_even = bits.numel() % 8 == 0 and bits.storage_offset() % 8 == 0
+    return bits.view(torch.int64) if is_even else bits
+
+
+def describe_drift(names: Sequence[str], said: Sequence[tuple[str, Sequence[int]]]) -> str:
+    """What differs, given every rank's name and its checksums of the parameters called ``names``."""
+    for place, name in enumerate(names):
+        sides: dict[int, list[str]] = {}
+        for rank, sums in said:
+            sides.setdefault(sums[place], []).append(rank)
+        if len(sides) == 1:
+            continue
+        *few, most = sorted(sides.values(), key=len)
+        minority = ", ".join(rank for side in few for rank in side)
+        if len(few[-1]) == len(most):
+            return (
+                f"{name} differs between {' and '.join(map(', '.join, sorted(sides.values())))}: no side is the larger"
+            )
+        return f"{name} of {minority} differs from that of the {len(most)} others"
+    return "parameters differed a moment ago, and no longer do"

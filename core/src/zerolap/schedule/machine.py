@@ -10,13 +10,19 @@ runs only if its bucket's place in the layout is known beforehand, so the machin
 * a layout already planned for is **overlapped**: a bucket is updated when the schedule says so.
 
 Both apply every update, the first backward's included, and both emit the same collectives in the same order:
-``REDUCE 0..n-1`` on one group, every bucket's ``AGREE`` and ``GATHER`` in a fixed order on another. That is the law that
+``START_REDUCE 0..n-1`` on one group, every bucket's ``AGREE`` and ``GATHER`` in a fixed order on another. That is the law that
 makes deadlock impossible when some ranks record while others overlap (a rank that has joined early always records).
+
+Whoever interprets the actions does those of ``AT_ONCE`` before it returns to DDP, and all others behind each other in one lane.
+
+Two rules are not of one phase, and stand in ``Machine._refuse``: buckets come in order, and who calls ``step()`` after one backward
+that has updated calls it after all of them.
 
 A lazy gather starts with what the next forward needs first, and DDP fills its buckets from the model's end: the last bucket
 goes first. Interleaved, the ``early`` buckets are gathered at once all the same, while backward still computes.
 
-The names UNINITIALIZED, DDP_HAS_REBUILT_BUCKETS and INITIALIZED mean what they mean in torch's ``_OverlapStatus``.
+UNINITIALIZED and INITIALIZED are torch's words (``_OverlapStatus``); RECORDING is entered where torch waits for
+DDP_HAS_REBUILT_BUCKETS, but from the first backward on, before DDP has rebuilt anything.
 """
 
 from __future__ import annotations
@@ -63,11 +69,13 @@ class Phase(_Named):
     """Where the machine stands between two events."""
 
     UNINITIALIZED = auto()  # at the start: no layout has been seen whole
-    DDP_HAS_REBUILT_BUCKETS = auto()  # a bucket of a layout not known arrived: it is being recorded
+    RECORDING = (
+        auto()
+    )  # a bucket that may not fit the plan arrived: what this backward's buckets hold is being recorded
     LAYOUT_SEEN = auto()  # the last of those buckets arrived: is the layout new, or the planned one again?
     INITIALIZED = auto()  # between two backwards, with a plan that fits
     OVERLAPPING = auto()  # inside a backward whose buckets fit the plan
-    REDUCED = auto()  # backward is over, its update waits for step(); a new backward means that it was skipped
+    REDUCED = auto()  # backward is over, its update waits for step(); a new backward means that it was left out
     FAILED = auto()  # something broke: the parameters of the ranks may differ, nothing may go on
 
 
@@ -81,6 +89,7 @@ class Event(_Named):
     LAYOUT_KEPT = auto()  # the buckets just recorded are those of the plan
     LAYOUT_CHANGED = auto()  # the buckets just recorded need a new plan
     STEP_CALLED = auto()  # the user called step()
+    STEP_SKIPPED = auto()  # the user called step(), and its update must not be made
     FAILURE = auto()  # an action failed
 
 
@@ -88,14 +97,20 @@ class Verb(_Named):
     """What the machine asks for. The engine knows how."""
 
     RECORD = auto()  # remember what this bucket holds
-    REDUCE = auto()  # start reducing this bucket's gradients
-    PLAN = auto()  # decide who owns what in the layout just recorded
+    START_REDUCE = auto()  # start reducing this bucket's gradients: a collective
+    FINISH_REDUCE = auto()  # wait until this bucket's gradients are reduced
+    ASSIGN = auto()  # decide who owns what in the layout just recorded
     MIGRATE = auto()  # bring every optimizer state to its new owner: a collective
     AGREE = auto()  # find out which of this bucket's parameters any rank used: a collective
     STEP = auto()  # update this rank's shard of this bucket
     GATHER = auto()  # start sending this bucket's updated shards to all ranks: a collective
     WAIT = auto()  # make sure that all parameters are back before backward or step() returns
     FINISH = auto()  # the update is over
+
+
+# Done on the thread that feeds the machine, when it is asked for: a reduction must not wait behind what the lane does. All other verbs
+# are the lane's.
+AT_ONCE: Final = frozenset({Verb.RECORD, Verb.START_REDUCE, Verb.ASSIGN})
 
 
 class Action(NamedTuple):
@@ -109,8 +124,8 @@ class _Do(_Named):
     """The table's shorthand for groups of actions."""
 
     RECORD = auto()
-    REDUCE = auto()
-    PLAN = auto()  # PLAN, MIGRATE
+    REDUCE = auto()  # START_REDUCE, FINISH_REDUCE
+    ASSIGN = auto()  # ASSIGN, MIGRATE
     UPDATE_EARLY = (
         auto()
     )  # AGREE, STEP, and GATHER unless that can wait, of the bucket at hand if the schedule is interleaved
@@ -131,25 +146,25 @@ Table = Mapping[Phase, Mapping[Event, Transition]]
 IN_BACKWARD: Final[Table] = MappingProxyType(
     {
         Phase.UNINITIALIZED: {
-            Event.UNKNOWN_BUCKET: Transition(Phase.DDP_HAS_REBUILT_BUCKETS, _RECORDED),
+            Event.UNKNOWN_BUCKET: Transition(Phase.RECORDING, _RECORDED),
             Event.LAST_UNKNOWN_BUCKET: Transition(Phase.LAYOUT_SEEN, _RECORDED),
             Event.STEP_CALLED: Transition(Phase.UNINITIALIZED),
             Event.FAILURE: Transition(Phase.FAILED),
         },
-        Phase.DDP_HAS_REBUILT_BUCKETS: {
-            Event.UNKNOWN_BUCKET: Transition(Phase.DDP_HAS_REBUILT_BUCKETS, _RECORDED),
+        Phase.RECORDING: {
+            Event.UNKNOWN_BUCKET: Transition(Phase.RECORDING, _RECORDED),
             Event.LAST_UNKNOWN_BUCKET: Transition(Phase.LAYOUT_SEEN, _RECORDED),
             Event.FAILURE: Transition(Phase.FAILED),
         },
         Phase.LAYOUT_SEEN: {
             Event.LAYOUT_KEPT: Transition(Phase.INITIALIZED, (_Do.UPDATE_REST, _Do.FINISH)),
-            Event.LAYOUT_CHANGED: Transition(Phase.INITIALIZED, (_Do.PLAN, _Do.UPDATE_REST, _Do.FINISH)),
+            Event.LAYOUT_CHANGED: Transition(Phase.INITIALIZED, (_Do.ASSIGN, _Do.UPDATE_REST, _Do.FINISH)),
             Event.FAILURE: Transition(Phase.FAILED),
         },
         Phase.INITIALIZED: {
             Event.BUCKET: Transition(Phase.OVERLAPPING, (_Do.REDUCE, _Do.UPDATE_EARLY)),
             Event.LAST_BUCKET: Transition(Phase.INITIALIZED, (_Do.REDUCE, _Do.UPDATE_REST, _Do.FINISH)),
-            Event.UNKNOWN_BUCKET: Transition(Phase.DDP_HAS_REBUILT_BUCKETS, _RECORDED),
+            Event.UNKNOWN_BUCKET: Transition(Phase.RECORDING, _RECORDED),
             Event.LAST_UNKNOWN_BUCKET: Transition(Phase.LAYOUT_SEEN, _RECORDED),
             Event.STEP_CALLED: Transition(Phase.INITIALIZED),
             Event.FAILURE: Transition(Phase.FAILED),
@@ -172,13 +187,13 @@ ON_STEP: Final[Table] = MappingProxyType(
         **IN_BACKWARD,
         Phase.LAYOUT_SEEN: {
             Event.LAYOUT_KEPT: Transition(Phase.REDUCED),
-            Event.LAYOUT_CHANGED: Transition(Phase.REDUCED, (_Do.PLAN,)),
+            Event.LAYOUT_CHANGED: Transition(Phase.REDUCED, (_Do.ASSIGN,)),
             Event.FAILURE: Transition(Phase.FAILED),
         },
         Phase.INITIALIZED: {
             Event.BUCKET: Transition(Phase.OVERLAPPING, (_Do.REDUCE,)),
             Event.LAST_BUCKET: Transition(Phase.REDUCED, (_Do.REDUCE,)),
-            Event.UNKNOWN_BUCKET: Transition(Phase.DDP_HAS_REBUILT_BUCKETS, _RECORDED),
+            Event.UNKNOWN_BUCKET: Transition(Phase.RECORDING, _RECORDED),
             Event.LAST_UNKNOWN_BUCKET: Transition(Phase.LAYOUT_SEEN, _RECORDED),
             Event.STEP_CALLED: Transition(Phase.INITIALIZED),
             Event.FAILURE: Transition(Phase.FAILED),
@@ -191,9 +206,10 @@ ON_STEP: Final[Table] = MappingProxyType(
         Phase.REDUCED: {
             Event.BUCKET: Transition(Phase.OVERLAPPING, (_Do.REDUCE,)),
             Event.LAST_BUCKET: Transition(Phase.REDUCED, (_Do.REDUCE,)),
-            Event.UNKNOWN_BUCKET: Transition(Phase.DDP_HAS_REBUILT_BUCKETS, _RECORDED),
+            Event.UNKNOWN_BUCKET: Transition(Phase.RECORDING, _RECORDED),
             Event.LAST_UNKNOWN_BUCKET: Transition(Phase.LAYOUT_SEEN, _RECORDED),
             Event.STEP_CALLED: Transition(Phase.INITIALIZED, (_Do.UPDATE_REST, _Do.FINISH)),
+            Event.STEP_SKIPPED: Transition(Phase.INITIALIZED),
             Event.FAILURE: Transition(Phase.FAILED),
         },
     }
@@ -215,6 +231,8 @@ class _Position(NamedTuple):
     num_updated: int = 0
     has_new_layout: bool = False  # no update has been made in this layout yet
     early: range = range(0)  # buckets whose lazy gather starts as soon as they are updated, if that is inside backward
+    calls_step: bool = False  # the user has called step()
+    is_step_due: bool = False  # and not since the last backward of this rank's own
 
 
 class Machine:
@@ -223,34 +241,34 @@ class Machine:
     def __init__(
         self, schedule: Schedule, *, gather: Gather = Gather.EAGER, agreement: Agreement = Agreement.NEVER
     ) -> None:
-        self._schedule = schedule
-        self._gather = gather
+        self.schedule = schedule
+        self.gather = gather
         self._agreement = agreement
         self._table = TABLES[schedule]
         self._at = _Position()
+        self.phase = self._at.phase
         self._next = cache(self._next_anew)  # the same few, in every backward
 
     def reschedule(self, schedule: Schedule, gather: Gather) -> None:
         """Go on in another way, from the next backward on; all ranks at the same one. No update may be outstanding."""
         if self._at.phase not in _SETTLED:
             raise IllegalEventError(f"the schedule cannot be changed in phase {self._at.phase.name}")
-        self._schedule, self._gather, self._table = schedule, gather, TABLES[schedule]
+        self.schedule, self.gather, self._table = schedule, gather, TABLES[schedule]
         self._next.cache_clear()
-
-    @property
-    def phase(self) -> Phase:
-        return self._at.phase
 
     @property
     def next_bucket(self) -> int:
         """The index of the bucket that must come next."""
         return 0 if self._at.phase in _BETWEEN_BACKWARDS else self._at.num_seen
 
-    def bucket_ready(self, index: int, *, is_last: bool, is_known: bool) -> tuple[Action, ...]:
-        """A bucket's gradients are computed. Buckets come in order, from 0 on, as DDP launches them."""
+    def bucket_ready(self, index: int, *, is_last: bool, is_known: bool, is_joined: bool = False) -> tuple[Action, ...]:
+        """A bucket's gradients are computed. Buckets come in order, from 0 on, as DDP launches them.
+
+        A rank that has joined hands over zeros for the backwards of others, and calls no step().
+        """
         if is_known:
-            return self._feed(Event.LAST_BUCKET if is_last else Event.BUCKET, index)
-        return self._feed(Event.LAST_UNKNOWN_BUCKET if is_last else Event.UNKNOWN_BUCKET, index)
+            return self._feed(Event.LAST_BUCKET if is_last else Event.BUCKET, index, is_joined)
+        return self._feed(Event.LAST_UNKNOWN_BUCKET if is_last else Event.UNKNOWN_BUCKET, index, is_joined)
 
     def layout_seen(self, *, is_changed: bool, early: range = range(0)) -> tuple[Action, ...]:
         """All buckets of a recorded backward are there, and were compared with the plan's layout."""
@@ -261,20 +279,23 @@ class Machine:
         """The user called step() between two backwards."""
         return self._feed(Event.STEP_CALLED)
 
+    def step_skipped(self) -> None:
+        """The user called step() behind a backward whose update must not be made."""
+        self._feed(Event.STEP_SKIPPED)
+
     def failed(self) -> None:
         """An action failed, here or on the way; only a new machine can go on."""
         self._feed(Event.FAILURE)
 
-    def _feed(self, event: Event, index: int | None = None) -> tuple[Action, ...]:
-        self._at, actions = self._next(self._at, event, index)
+    def _feed(self, event: Event, index: int | None = None, is_joined: bool = False) -> tuple[Action, ...]:
+        self._at, actions = self._next(self._at, event, index, is_joined)
+        self.phase = self._at.phase
         return actions
 
-    def _next_anew(self, at: _Position, event: Event, index: int | None) -> tuple[_Position, tuple[Action, ...]]:
-        if index is not None and index != self.next_bucket:
-            raise IllegalEventError(
-                f"bucket {index} is ready where bucket {self.next_bucket} was expected (phase {at.phase.name}): "
-                "the previous backward did not finish, or two backwards run at once"
-            )
+    def _next_anew(
+        self, at: _Position, event: Event, index: int | None, is_joined: bool
+    ) -> tuple[_Position, tuple[Action, ...]]:
+        self._refuse(at, index, is_joined)
         row = self._table[at.phase]
         transition = row.get(event)
         if transition is None:
@@ -285,15 +306,37 @@ class Machine:
         num_updated = 0 if index == 0 else at.num_updated
         has_new_layout = at.has_new_layout or event is Event.LAYOUT_CHANGED
         actions = self._expand(transition.do, num_seen, num_updated, has_new_layout, at.early)
-        num_updated = num_seen if any(verb is Verb.STEP for verb, _ in actions) else num_updated
-        has_new_layout = has_new_layout and Action(Verb.FINISH) not in actions
-        return _Position(transition.to, num_seen, num_updated, has_new_layout, at.early), actions
+        is_step = event in (Event.STEP_CALLED, Event.STEP_SKIPPED)
+        return _Position(
+            phase=transition.to,
+            num_seen=num_seen,
+            num_updated=num_seen if any(verb is Verb.STEP for verb, _ in actions) else num_updated,
+            has_new_layout=has_new_layout and Action(Verb.FINISH) not in actions,
+            early=at.early,
+            calls_step=at.calls_step or is_step,
+            is_step_due=not is_step and (at.is_step_due or (index == 0 and not is_joined)),
+        ), actions
+
+    def _refuse(self, at: _Position, index: int | None, is_joined: bool) -> None:
+        """The rules that hold in every phase."""
+        if index is not None and index != self.next_bucket:
+            raise IllegalEventError(
+                f"bucket {index} is ready where bucket {self.next_bucket} was expected (phase {at.phase.name}): "
+                "the previous backward did not finish, or two backwards run at once"
+            )
+        is_due = at.calls_step and at.is_step_due and self.schedule is not Schedule.ON_STEP
+        if index == 0 and is_due and not is_joined:
+            raise IllegalEventError(
+                "step() was not called after the last backward, as it was before: here every backward is an update, whether "
+                "step() is called or not. Call it after every backward, or never; accumulate gradients under ddp.no_sync(); "
+                'to skip updates use zerolap.attach(ddp, optimizer, schedule="on_step")'
+            )
 
     def _expand(
         self, do: tuple[_Do, ...], num_seen: int, num_updated: int, has_new_layout: bool, early: range
     ) -> tuple[Action, ...]:
         this = num_seen - 1
-        is_interleaved, is_lazy = self._schedule is Schedule.INTERLEAVED, self._gather is Gather.LAZY
+        is_interleaved, is_lazy = self.schedule is Schedule.INTERLEAVED, self.gather is Gather.LAZY
         waiting = [i for i in reversed(range(num_seen)) if i not in early] if is_interleaved and is_lazy else []
         due = range(num_updated, num_seen)
         if is_lazy and not is_interleaved:
@@ -305,9 +348,9 @@ class Machine:
                 case _Do.RECORD:
                     actions.append(Action(Verb.RECORD, this))
                 case _Do.REDUCE:
-                    actions.append(Action(Verb.REDUCE, this))
-                case _Do.PLAN:
-                    actions += (Action(Verb.PLAN), Action(Verb.MIGRATE))
+                    actions += (Action(Verb.START_REDUCE, this), Action(Verb.FINISH_REDUCE, this))
+                case _Do.ASSIGN:
+                    actions += (Action(Verb.ASSIGN), Action(Verb.MIGRATE))
                 case _Do.UPDATE_EARLY | _Do.UPDATE_REST:
                     if what is _Do.UPDATE_EARLY and not is_interleaved:
                         continue
@@ -320,7 +363,7 @@ class Machine:
                     if what is _Do.UPDATE_REST:
                         actions += (Action(Verb.GATHER, bucket) for bucket in waiting)
                 case _Do.FINISH:
-                    if self._gather is Gather.EAGER:
+                    if self.gather is Gather.EAGER:
                         actions.append(Action(Verb.WAIT))
                     actions.append(Action(Verb.FINISH))
         return tuple(actions)

@@ -1,13 +1,14 @@
-"""What one rank holds: flat parameter buffers, and real torch.optim instances over the parameters it owns.
+"""What one rank steps: real torch.optim instances over the parameters, or pieces of them, that it owns.
 
-Nothing here decides who owns what (plan), when something happens (machine), or talks to another rank (exchange, adapter).
+Nothing here decides who owns what (ownership), when something happens (machine), or talks to another rank (state_transfer, adapter).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Container, Iterable, KeysView, Mapping, Sequence
-from functools import cache, partial
+from collections.abc import Callable, Container, KeysView, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -15,143 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zerolap._logging import logger_of
+from zerolap._torch import foreach_copy_, step_hooks_of
 from zerolap.runtime.param_groups import Options, ParamGroup, options_of, params_of
-from zerolap.runtime.state_pieces import (
-    State,
-    by_param,
-    copied,
-    fit,
-    flat_state,
-    is_flat,
-    shaped_state,
-    strides_in_bucket,
-)
+from zerolap.runtime.state_pieces import State, by_param, copied, fit, flat_state, is_flat, shaped_state
 from zerolap.schedule.ownership import GroupRank, Piece, greedy_owners
-
-logger = logger_of(__name__)
-
-# A matrix product may take another path, and round otherwise, when its operand does not start where an allocation of its
-# own would: every parameter starts at a multiple of this many bytes in its flat buffer.
-_ALIGNMENT_BYTES = 64
-
 
 WITH_FUSED = frozenset({torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad})
 MASTER = "master_weight"  # a piece's master in its state, when it travels or is saved
-
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
-_MARKS_PER_PIECE = 16
-
-
-class Marks(NamedTuple):
-    """Some elements of what a rank owns of a bucket: by their values writes are found that nobody counts."""
-
-    read: Callable[[], Tensor]  # as integers: even NaN is equal to itself
-    params: Sequence[Tensor]  # whose elements they are
-
-
-class FlatParams:
-    """Some parameters of one device and dtype in one buffer.
-
-    Each has a storage of its own over its part of it: whoever saves or copies tensors takes those that share a storage for
-    tied ones, and drops all but one of them, or takes the whole storage along with each.
-    """
-
-    def __init__(self, params: Sequence[Tensor]) -> None:
-        self.params = params
-        first = params[0] if params else torch.empty(0)  # a bucket may hold nothing of this optimizer
-        step = _ALIGNMENT_BYTES // first.element_size()
-        self._starts = [0]
-        for param in params:
-            self._starts.append(self._starts[-1] + -(-param.numel() // step) * step)
-        self._unpadded = list(accumulate((param.numel() for param in params), initial=0))
-        self.buffer = torch.zeros(self._starts[-1], dtype=first.dtype, device=first.device)
-        can_cut = _can_cut_storages(first.device.type)
-        for param, start in zip(params, self._starts, strict=False):
-            if param.numel():
-                memory = self.buffer[start:].as_strided(param.shape, strides_in_bucket(param))
-                memory = _with_own_storage(memory) if can_cut else memory
-            else:
-                memory = self.buffer.new_empty(param.shape)
-            param.data = memory.copy_(param.detach())
-        self._addresses = [(params[i], params[i].data_ptr()) for i in ((0, -1) if params else ())]
-
-    def is_intact(self) -> bool:
-        """Whether the parameters still live here; the ends tell, for what moves parameters moves them all."""
-        return all(param.data_ptr() == address for param, address in self._addresses)
-
-    def positions(self, elements: Iterable[int]) -> list[int]:
-        """Where elements of the bucket lie in the buffer; padding goes with what stands before it."""
-        return [self._position(element) for element in elements]
-
-    def piece(self, place: int, start: int, stop: int) -> Tensor:
-        """Elements of one parameter, in memory order."""
-        return self.buffer[self._starts[place] + start : self._starts[place] + stop]
-
-    def mark(self, pieces: Sequence[tuple[int, int, int]]) -> Marks | None:
-        """Some elements of each piece, which is the place of a parameter, a start and a stop; None if there are none."""
-        bits = _INTEGERS.get(self.buffer.element_size())
-        places, params = [], []
-        for place, start, stop in pieces:
-            last = stop - start - 1
-            if last >= 0:
-                spread = sorted({start + last * i // _MARKS_PER_PIECE for i in range(_MARKS_PER_PIECE + 1)})
-                places += [self._starts[place] + element for element in spread]
-                params += [self.params[place]] * len(spread)
-        if bits is None or not places:
-            return None
-        at = torch.tensor(places, device=self.buffer.device)
-        return Marks(partial(torch.index_select, self.buffer.view(bits), 0, at), params)
-
-    def _position(self, element: int) -> int:
-        if element == self._unpadded[-1]:
-            return self._starts[-1]
-        place = bisect_right(self._unpadded, element) - 1
-        return self._starts[place] + element - self._unpadded[place]
-
-    def slice(self, first: int, last: int) -> Tensor:
-        """The part of the buffer that holds parameters ``first`` to ``last - 1``, padding included."""
-        return self.buffer[self._starts[first] : self._starts[last]]
-
-
-def _with_own_storage(view: Tensor) -> Tensor:
-    """The same memory, without gaps, by a storage as large as the view, which keeps that of the whole alive."""
-    start = view.storage_offset() * view.element_size()
-    storage = view.untyped_storage()[start : start + view.nbytes]
-    return view.new_empty(0).set_(storage, 0, view.shape, view.stride())
-
-
-@cache
-def _can_cut_storages(device_type: str) -> bool:
-    """Whether a device takes a storage that begins inside of an allocation, found by trying it."""
-    whole = torch.zeros(2, device=device_type)
-    try:
-        _with_own_storage(whole[1:]).fill_(1)
-        if whole.tolist() == [0, 1]:
-            return True
-        reason: object = "what is written to a part does not show in the whole"
-    except (RuntimeError, NotImplementedError) as error:
-        reason = error
-    logger.warning(
-        "parameters on %s share one storage per bucket, because its storages cannot be cut (%s): clone the tensors of a "
-        "state_dict() before you give it to a tool that looks for shared tensors, or saves one by one",
-        device_type,
-        reason,
-    )
-    return False
-
-
-class GradSlot(NamedTuple):
-    """Where the gradient of one stand-in lies in reduced memory, and the place of its parameter in the bucket."""
-
-    place: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-    def view_of(self, memory: Tensor) -> Tensor:
-        return memory.as_strided(self.size, self.stride, memory.storage_offset() + self.offset)
 
 
 class LocalOptimizer:
@@ -179,7 +50,14 @@ class LocalOptimizer:
         # torch wraps step() to call hooks and to label it for profilers, which costs as much as all of ours. Hooks on every
         # optimizer are called once an update, for the optimizer the user has, as they are with a plain one.
         step = type(self.optimizer).step
-        self._bare_step = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
+        bare_step = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
+        self.bare_step = partial(bare_step, self.optimizer)
+        self.own_hooks = step_hooks_of(self.optimizer)  # its class's own, which a bare step leaves out
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether it updates master weights, from which the parameters are rounded."""
+        return self._params is not None
 
     def add_group(self, options: Options, tensors: Mapping[Piece, Tensor]) -> None:
         self._tensors.update(tensors)
@@ -198,10 +76,7 @@ class LocalOptimizer:
         A divisor of the gradients is for optimizers that can apply it while they use them.
         """
         optimizer: Any = self.optimizer
-        if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:  # its class's own
-            step = optimizer.step
-        else:
-            step = partial(self._bare_step, optimizer)
+        step = optimizer.step if any(self.own_hooks) else self.bare_step
         if divisor is None:
             step()
         else:
@@ -211,13 +86,13 @@ class LocalOptimizer:
             finally:
                 del optimizer.grad_scale, optimizer.found_inf
         if self._params is not None:
-            torch._foreach_copy_(self._param_list(), list(self._tensors.values()))
+            foreach_copy_(self._param_list(), list(self._tensors.values()))
 
     @torch.no_grad()
     def refresh_masters(self) -> None:
         """Take the parameters' values for the masters: they were loaded, or set by hand."""
         if self._params is not None:
-            torch._foreach_copy_(list(self._tensors.values()), self._param_list())
+            foreach_copy_(list(self._tensors.values()), self._param_list())
 
     def _param_list(self) -> list[Tensor]:
         assert self._params is not None
@@ -315,38 +190,48 @@ class LocalOptimizer:
         return [options_of(group) for group in self.optimizer.param_groups]
 
 
-class BucketShard:
+class GradSlot(NamedTuple):
+    """Where the gradient of one stand-in lies in reduced memory, and the place of its parameter in the bucket."""
+
+    place: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def view_of(self, memory: Tensor) -> Tensor:
+        return memory.as_strided(self.size, self.stride, memory.storage_offset() + self.offset)
+
+
+@dataclass(slots=True)
+class Shard:
     """This rank's part of one bucket: stand-ins for what it owns, each with its gradient, and their optimizer.
 
     A stand-in shares the parameter's memory but has a ``.grad`` of its own: the parameter's belongs to DDP, which is still
     writing to it while the shard is stepped.
     """
 
-    def __init__(self, *, stand_ins: Sequence[Tensor], slots: Sequence[GradSlot], local: LocalOptimizer) -> None:
-        self._stand_ins = stand_ins
-        self._slots = slots
-        self.local = local
-        self._grads_of: Tensor | None = None
-        self._used: Sequence[bool] | None = None
-        self._cast: Tensor | None = None
+    stand_ins: Sequence[Tensor]
+    slots: Sequence[GradSlot]
+    local: LocalOptimizer
+    grads_of: Tensor | None = None  # the memory that gradients point into
+    used: Sequence[bool] | None = None  # the parameters that have one; None for all
+    _cast: Tensor | None = None
 
     def set_grads(self, reduced: Tensor, used: Sequence[bool] | None) -> None:
         """Point the stand-ins' gradients into reduced memory; None for parameters that no rank used.
 
-        That memory is reused, so this is done once per layout unless a hook returns a tensor of its own or the used
-        parameters change: no work per parameter in the hot path.
+        That memory is reused, so this is done once per layout unless a hook returns a tensor of its own, the used parameters change, or
+        the optimizer works in another dtype: no work per parameter in the hot path.
         """
-        if reduced is self._grads_of and used is None and self._used is None:
-            return
-        if reduced.dtype != self._stand_ins[0].dtype:  # masters, or a hook that returns what it has sent
+        if reduced.dtype != self.stand_ins[0].dtype:  # masters, or a hook that returns what it has sent
             if self._cast is None:
-                self._cast = torch.empty_like(reduced, dtype=self._stand_ins[0].dtype)
+                self._cast = torch.empty_like(reduced, dtype=self.stand_ins[0].dtype)
             reduced = self._cast.copy_(reduced)
-        if self._grads_of is not None and self._grads_of.data_ptr() == reduced.data_ptr() and self._used == used:
+        if self.grads_of is not None and self.grads_of.data_ptr() == reduced.data_ptr() and self.used == used:
             return
-        for stand_in, slot in zip(self._stand_ins, self._slots, strict=True):
+        for stand_in, slot in zip(self.stand_ins, self.slots, strict=True):
             stand_in.grad = slot.view_of(reduced) if used is None or used[slot.place] else None
-        self._grads_of, self._used = reduced, used
+        self.grads_of, self.used = reduced, used
 
 
 def stand_in_for(param: Tensor, memory: Tensor | None = None) -> Tensor:
@@ -368,7 +253,7 @@ class ShardBook:
         rank: GroupRank,
         world_size: int,
     ) -> None:
-        self._groups = groups
+        self.read_groups = groups
         self.factory = factory
         self.rank = rank
         self.world_size = world_size
@@ -377,7 +262,7 @@ class ShardBook:
 
     @property
     def groups(self) -> list[ParamGroup]:
-        return self._groups()
+        return self.read_groups()
 
     @property
     def can_divide_gradients(self) -> bool:

@@ -1,16 +1,14 @@
-"""Collectives: memory cut into one part per rank, as they take it, and those under way. Who starts them is elsewhere."""
+"""Memory cut into one part per rank, as collectives take it. Made once where the memory stays, for making it costs host time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
 
 from torch import Tensor
 
 from zerolap._public import public
-from zerolap.errors import CollectiveError
 
 
 @public
@@ -51,44 +49,3 @@ class Parts:
             nbytes=sum(tensor.nbytes for tensor in tensors),
             is_equal=min(sizes) == max(sizes),
         )
-
-
-@public
-class Waitable(Protocol):
-    def wait(self) -> object: ...
-
-
-@public
-class Pending:
-    """A collective under way. Keeps its tensors alive, and knows how to call itself when it fails."""
-
-    __slots__ = ("_finish", "_what", "_works", "sent_bytes", "tensors")
-
-    def __init__(
-        self,
-        works: Sequence[Waitable],
-        *,
-        tensors: Sequence[object],
-        what: str,
-        sent_bytes: int = 0,
-        finish: Callable[[], None] | None = None,
-    ) -> None:
-        self._works = works
-        self._finish = finish  # what is left to do once everything has arrived
-        self.sent_bytes = sent_bytes  # by this rank
-        # Held until waited for: freed earlier, the allocator may hand the memory to the next bucket while it is sent.
-        self.tensors = tensors
-        self._what = what
-
-    def wait(self) -> None:
-        """Return when the tensors may be read and written by the caller; CollectiveError if it failed or timed out."""
-        try:
-            for work in self._works:
-                work.wait()
-            if self._finish is not None:
-                self._finish()
-        except CollectiveError:
-            raise  # it knows more
-        except Exception as error:
-            raise CollectiveError(f"{self._what} failed: {error}") from error
-        self._works, self._finish, self.tensors = (), None, ()

@@ -1,0 +1,192 @@
+"""Connecting an optimizer with a DDP, on all ranks together or on none: what they compare, the groups they open, the engine they start."""
+
+from __future__ import annotations
+
+import uuid
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from zerolap._torch import PrefixStore
+from zerolap.api.optimizer import ZeroRedundancyOptimizer
+from zerolap.api.preflight import check_kinds, meeting_group
+from zerolap.backend.base import Adapter
+from zerolap.backend.order_check import debug_modes, with_checked_order
+from zerolap.backend.registry import resolve_adapter
+from zerolap.runtime.bucket import Update
+from zerolap.runtime.common import Common, Hook
+from zerolap.runtime.engine import DDPHook, Engine, agreement_of
+from zerolap.runtime.exchange import all_gather_json, forget_keys, refuse_together
+from zerolap.runtime.exchange_strategies import ExchangeStrategy
+from zerolap.runtime.failures import Failures
+from zerolap.runtime.optimizer_facts import refuse_immovable
+from zerolap.runtime.probe import Probe
+from zerolap.schedule.machine import Agreement, Gather, Machine, Schedule
+
+T = TypeVar("T")
+
+# A collective's own timeout says more than ours, so it gets this much longer to speak first.
+_GRACE_SECONDS = 5.0
+_HOOK = "_zerolap_hook"
+
+
+def connect_ranks(
+    ddp: DistributedDataParallel,
+    zero: ZeroRedundancyOptimizer,
+    *,
+    settings: Callable[[], list[Any]],
+    connect: Callable[[Adapter, list[dist.ProcessGroup], ExitStack], T],
+    num_groups: int,
+    adapter: Adapter | str | None = None,
+) -> tuple[T, ExitStack]:
+    """Check on all ranks that ``zero`` can be overlapped with ``ddp`` and that all want the same; then do it, on groups of its own.
+
+    The adapter is the one given, or that of the parameters' device. ``settings`` refuses what the caller cannot do beyond that, and
+    returns what must be the same on all ranks. ``connect`` starts what was asked for, and leaves in the stack what ends it again. All of
+    this runs on all ranks or is undone on all: returns what ``connect`` has returned, and the stack.
+    """
+    modes: tuple[str, ...] = ()
+    wanted: list[Any] = []
+
+    def check() -> Adapter:
+        nonlocal modes, wanted
+        check_kinds(ddp, zero, expected=ZeroRedundancyOptimizer)
+        if not zero._overlap_with_ddp:
+            raise ValueError("construct ZeroRedundancyOptimizer with overlap_with_ddp=True to overlap it with DDP")
+        if zero._engine is not None:
+            raise ValueError("a hook was already made for this optimizer; one optimizer overlaps with one DDP")
+        modes = debug_modes()
+        found = resolve_adapter(adapter, device_type=zero._default_device.type)
+        found.check_group(zero.process_group)
+        _check(ddp, zero)
+        refuse_immovable(zero._book.factory, zero.param_groups)
+        wanted = settings()
+        return found
+
+    group, what = meeting_group(zero, ddp), "overlapping an optimizer with DDP"
+    chosen: Adapter = refuse_together(check, group=group, what=what)
+    zero._compare_with_other_ranks()  # once more: options may have been changed since
+    mine = [chosen.name, *wanted, ddp.find_unused_parameters, ddp.static_graph, f"debug={','.join(modes)}"]
+    layout: dict[str, Any] = ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]  # torch gives it no types
+    mine.append(f"buckets of {layout.get('bucket_sizes')} bytes")
+    said = all_gather_json([uuid.uuid4().hex, mine], group=group, what="comparing hooks between ranks")
+    name, first = said[0]
+    for rank, (_, theirs) in enumerate(said):
+        if theirs != first:
+            raise ValueError(f"the hooks of group ranks 0 and {rank} differ: {first} and {theirs}")
+
+    if "order" in modes:
+        store = PrefixStore(f"zerolap-{name}-order", group.get_group_store())
+        chosen = with_checked_order(chosen, store=store)
+
+    def open_and_connect() -> T:
+        groups = []
+        if group.rank() == 0:
+            undo.callback(forget_keys, group.get_group_store(), f"zerolap-{name}-")
+        for i in range(num_groups):
+            groups.append(chosen.open_group(group, name=f"zerolap-{name}-{i}"))
+            undo.callback(chosen.close_group, groups[-1])
+            # Connections are made by the first collective of a group: now, not in the first backward.
+            all_gather_json(None, group=groups[-1], what="connecting the optimizer's own group")
+        return connect(chosen, groups, undo)
+
+    with ExitStack() as undo:
+        result: T = refuse_together(open_and_connect, group=group, what=what)
+        return result, undo.pop_all()
+
+
+def start_engine(
+    ddp: DistributedDataParallel,
+    zero: ZeroRedundancyOptimizer,
+    undo: ExitStack,
+    *,
+    strategy: ExchangeStrategy,
+    adapter: Adapter,
+    group: dist.ProcessGroup,
+    schedule: Schedule,
+    gather: Gather = Gather.EAGER,
+    names: Mapping[Tensor, str] | None = None,
+    hook: Hook | None = None,
+) -> Engine:
+    """Let a new engine update the optimizer until ``undo`` is closed; or until both are dropped, and their groups with them."""
+    agreement, device, me = agreement_of(ddp), zero._default_device, f"rank {dist.get_rank()}"
+    probe = Probe(waits_on_host=not adapter.capabilities.futures_complete_at_enqueue)
+    common = Common(
+        me=me,
+        adapter=adapter,
+        lane=adapter.lane("update", device=device),
+        reduce_side=adapter.side(device),
+        gather_side=adapter.side(device),
+        timeout=adapter.timeout(group).total_seconds() + _GRACE_SECONDS,
+        failures=Failures(me, group, probe),
+        probe=probe,
+        names=names or {},
+        is_lazy=gather is Gather.LAZY,
+        is_alone=zero.world_size == 1,
+        asks_for_use=agreement is not Agreement.NEVER,
+        group=group,
+        hook=hook,
+    )
+    engine = Engine(
+        zero._book,
+        ddp=ddp,
+        common=common,
+        strategy=strategy,
+        machine=Machine(schedule, gather=gather, agreement=agreement),
+        update=Update(zero._book.read_groups),
+        on_update=zero._noting_updates(),
+    )
+    zero._engine = engine
+    undo.callback(setattr, zero, "_engine", None)
+    undo.callback(engine.dispose)
+    if zero.rank == 0:
+        prefix = engine.run_name.rpartition("-")[0]
+        forget = weakref.finalize(engine, forget_keys, zero.process_group.get_group_store(), prefix)
+        forget.atexit = False
+    return engine
+
+
+def hook_of(ddp: DistributedDataParallel) -> DDPHook | None:
+    """The hook by which ``attach`` takes a DDP's buckets, if it has one."""
+    hook: DDPHook | None = vars(ddp).get(_HOOK)
+    return hook
+
+
+def take_buckets(ddp: DistributedDataParallel, engine: Engine, optimizer: ZeroRedundancyOptimizer) -> DDPHook:
+    """Hand DDP's buckets to an engine, until the hook that is returned is turned off."""
+    hook = hook_of(ddp)
+    if hook is None:
+        hook = DDPHook(ddp.process_group, "zerolap.attach")
+        ddp.register_comm_hook(None, hook)
+        setattr(ddp, _HOOK, hook)
+    hook.engine, hook.optimizer = engine, optimizer
+    return hook
+
+
+def _check(ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer) -> None:
+    """Refuse, with what to do instead, every combination whose numbers could not be right."""
+    ranks, zero_ranks = (dist.get_process_group_ranks(g) for g in (ddp.process_group, zero.process_group))
+    if ranks != zero_ranks:
+        raise ValueError(f"DDP works on ranks {ranks}, the optimizer on {zero_ranks}; give both the same process_group")
+    if ddp.mixed_precision is not None:
+        raise ValueError("DDP's mixed_precision swaps parameters during backward; use torch.autocast instead")
+    if ddp.skip_all_reduce_unused_params:
+        raise ValueError("skip_all_reduce_unused_params=True hides buckets from hooks; leave it False")
+    if ddp._use_python_reducer:
+        raise ValueError("DDP's Python reducer (compiled autograd) does not run hooks in backward; use the default one")
+    if any(isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse for m in ddp.module.modules()):
+        raise ValueError("sparse gradients cannot be updated inside backward; use sparse=False")
+    reduced = {p for name, p in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore}
+    strangers = [i for i, p in enumerate(zero._all_params) if p.requires_grad and p not in reduced]
+    if strangers:
+        raise ValueError(
+            f"trainable parameters {strangers[:10]} of the optimizer ({len(strangers)} in all) are not reduced by this DDP; "
+            "make the optimizer from ddp.parameters() of the same DDP"
+        )
+    if any(hasattr(p, "_in_backward_optimizers") for p in zero._all_params):
+        raise ValueError("a parameter has another optimizer applied in backward; use one or the other")

@@ -1,0 +1,167 @@
+"""What ``attach`` returns, and traces for those who did not keep it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from zerolap._public import public
+from zerolap.api.connect import hook_of
+from zerolap.api.optimizer import ZeroRedundancyOptimizer
+from zerolap.api.tuner import Tuner
+from zerolap.observe.recorder import Trace
+from zerolap.observe.stats import Stats
+from zerolap.observe.trace import take
+from zerolap.runtime.engine import Engine
+from zerolap.runtime.safety import Audit, NonFiniteCheck
+
+
+@public
+class Handle:
+    """What ``attach`` returns."""
+
+    def __init__(
+        self,
+        optimizer: ZeroRedundancyOptimizer,
+        engine: Engine,
+        *,
+        audit: Audit,
+        nonfinite: NonFiniteCheck | None,
+        tuner: Tuner | None,
+        module: nn.Module,
+        undo: Callable[[], None],
+    ) -> None:
+        self._optimizer = optimizer
+        self._engine = engine
+        self._audit = audit
+        self._nonfinite = nonfinite
+        self._tuner = tuner
+        self._module = module
+        self._undo = undo
+
+    def __repr__(self) -> str:
+        engine = self._engine
+        how = "tuned by auto" if self._tuner is not None and self.is_tuned else "auto" if self._tuner else "chosen"
+        return (
+            f"<zerolap.Handle: {'attached' if self.is_attached else 'detached'}{', failed' if engine.common.failures.first else ''}; schedule="
+            f"{self.schedule!r}, gather={self.gather!r} ({how}), adapter={engine.common.adapter.name!r}, "
+            f"{self._optimizer.world_size} ranks, {len(engine.layout)} buckets>"
+        )
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether updates are still overlapped by this ``attach``."""
+        return self._optimizer._engine is self._engine
+
+    @property
+    def schedule(self) -> str:
+        """The schedule in use, as ``attach`` takes it."""
+        return self._engine.machine.schedule.value
+
+    @property
+    def gather(self) -> str:
+        """The gather in use, as ``attach`` takes it."""
+        return self._engine.machine.gather.value
+
+    @property
+    def is_tuned(self) -> bool:
+        """Whether schedule, gather and buckets stay as they are; with ``schedule="auto"`` that takes some iterations."""
+        return self._tuner is None or self._tuner.is_done
+
+    def finish(self) -> None:
+        """Wait for all parameters that are still on their way."""
+        self._engine.raise_if_failed()
+        self._engine.wait_for_params()
+
+    def detach(self) -> None:
+        """Undo ``attach``: DDP averages gradients as usual again, and threads and groups are given up.
+
+        Parameters and optimizer states stay as they are, for ``consolidate_state_dict`` or another ``attach`` of the same
+        optimizer. Called by all ranks, between two iterations. Harmless when called twice, or after a failure.
+        """
+        if not self.is_attached:
+            return
+        has_failed = self._engine.common.failures.first is not None
+        try:
+            if not has_failed:
+                self.finish()
+        finally:
+            self._optimizer._engine = None
+            with suppress(Exception) if has_failed else nullcontext():  # what is broken cannot be closed in order
+                self._undo()
+
+    def trace(self, path: str | os.PathLike[str] | None = None) -> AbstractContextManager[Trace]:
+        """Note when each bucket's gradients were ready, its reduction, update and gathering began and ended, and who waited.
+
+        With a ``path``, a folder, each rank writes a file there at the end, and ``zerolap trace PATH`` shows them all.
+        """
+        if not self.is_attached:
+            raise RuntimeError("there is nothing to trace: this was detached")
+        ranks = dist.get_process_group_ranks(self._optimizer.process_group)
+        return take(self._engine, ranks=ranks, module=self._module, path=path)
+
+    def audit(self) -> None:
+        """Compare all parameters with the other ranks', which call this, too; raises on all ranks if any differ."""
+        if not self.is_attached:
+            raise RuntimeError("there is nothing to audit by: this was detached; attach again, or audit before")
+        self._audit.run()
+
+    def refresh_masters(self) -> None:
+        """Take over parameters that were set by hand; ``load_state_dict`` of the module does this by itself."""
+        refresh_masters(self._engine)
+
+    def stats(self) -> Stats:
+        """Updates, bytes, memory, and how long training has waited; for a log or a chart. Waits for nothing."""
+        engine, probe, layout = self._engine, self._engine.probe, self._engine.layout
+        states: Mapping[Any, dict[str, Any]] = self._optimizer._local_view().state
+        return Stats(
+            num_updates=probe.num_updates,
+            num_steps=probe.num_steps,
+            num_skipped=0 if self._nonfinite is None else self._nonfinite.num_skipped,
+            num_buckets=len(layout),
+            sent_bytes=probe.sent_bytes,
+            state_bytes=sum(t.nbytes for state in states.values() for t in state.values() if isinstance(t, Tensor)),
+            flat_bytes=sum(bucket.flat.buffer.nbytes for bucket in engine.installed if bucket.flat is not None),
+            gradient_bytes=sum(each.shard_gradients.nbytes for each in layout if each.shard_gradients is not None),
+            receive_bytes=engine.common.adapter.kept_bytes,
+            exposed_ms=1e3 * probe.exposed_seconds if probe.has_times else None,
+            communication_ms=1e3 * probe.communication_seconds if probe.has_times else None,
+        )
+
+
+@public
+def trace(
+    target: Handle | DistributedDataParallel | ZeroRedundancyOptimizer, path: str | os.PathLike[str] | None = None
+) -> AbstractContextManager[Trace]:
+    """``handle.trace(path)`` for who has no handle at hand: of a DDP, or an optimizer, that is attached or has a hook."""
+    if isinstance(target, Handle):
+        return target.trace(path)
+    engine: Engine | None
+    module: nn.Module | None = None
+    if isinstance(target, DistributedDataParallel):
+        hook = hook_of(target)
+        engine, module = None if hook is None else hook.engine, target.module
+    elif isinstance(target, ZeroRedundancyOptimizer):
+        engine = target._engine
+    else:
+        raise TypeError(
+            f"a trace is of what zerolap.attach() returned, a DDP or a ZeroRedundancyOptimizer, not of {type(target).__name__}"
+        )
+    if engine is None:
+        raise ValueError(
+            f"this {type(target).__name__} is not attached; call zerolap.attach(), or trace the optimizer if a hook was made "
+            "for it"
+        )
+    return take(engine, ranks=dist.get_process_group_ranks(target.process_group), module=module, path=path)
+
+
+def refresh_masters(engine: Engine) -> None:
+    """Take the parameters' values for the master weights: they were loaded, or set by hand."""
+    for local in engine.book.locals:
+        local.refresh_masters()

@@ -1,0 +1,337 @@
+"""One bucket, one life: from DDP's hook to the next forward. When each thing happens is the engine's to say, and who owns what is not ours.
+
+How a bucket is reduced and gathered is prepared by an exchange strategy, once for as long as its memory stays: in the hot path there is
+no work per parameter, and no choice left.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Container
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from zerolap._torch import GradBucket, is_profiling, version_of
+from zerolap.backend.lanes import Pending, Waiter
+from zerolap.errors import CollectiveError, ZerolapError, forked
+from zerolap.runtime.common import Common
+from zerolap.runtime.flat_buffer import FlatBuffer, Marks
+from zerolap.runtime.param_groups import NOT_OPTIONS, Options, ParamGroup
+from zerolap.runtime.shard_optimizer import LocalOptimizer, Shard
+from zerolap.schedule.ownership import BucketPlan, Slot
+
+_NO_BUFFER = torch.empty(0)  # that is no bucket's
+
+
+class Update:
+    """What the buckets of one update share. Every bucket sees the same options, even if an optimizer changes them in its step."""
+
+    def __init__(self, read_groups: Callable[[], list[ParamGroup]]) -> None:
+        self._read_groups = read_groups
+        self.options: list[Options] | None = None  # None until the first bucket is stepped
+        self.check: Callable[[], None] | None = None  # called before that, on all ranks
+        self.divisor: Tensor | None = None  # of the gradients, where the optimizer applies it
+        self.last: LocalOptimizer | None = None  # that was stepped, in this update or an earlier one
+        self._has_stepped = False
+
+    def begin(self) -> None:
+        """Take the options as they are now; before the first step."""
+        if self.check is not None:
+            self.check()
+        self.options = [
+            {key: value for key, value in dict.items(group) if key not in NOT_OPTIONS} for group in self._read_groups()
+        ]
+
+    def step(self, local: LocalOptimizer) -> None:
+        """Step one shard's optimizer with the options of this update."""
+        assert self.options is not None, "an update is begun before its first step"
+        for mine, given in zip(local.optimizer.param_groups, self.options, strict=True):
+            mine.update(given)
+        pre_hooks, post_hooks = local.own_hooks
+        if self.divisor is None and not (pre_hooks or post_hooks or local.has_masters):
+            local.bare_step()
+        else:
+            local.step(self.divisor)
+        self.last, self._has_stepped = local, True
+
+    def finish(self, idle: LocalOptimizer) -> None:
+        """Show in the exposed groups what the optimizer itself has changed or added, as a plain one does."""
+        if not self._has_stepped:
+            self.step(idle)  # nothing here is ours: step over nothing, so that counters go on
+        assert self.options is not None
+        assert self.last is not None
+        stepped = self.last.optimizer.param_groups
+        for exposed, before, after in zip(self._read_groups(), self.options, stepped, strict=True):
+            exposed.update(
+                (key, value)
+                for key, value in after.items()
+                if key not in NOT_OPTIONS and before.get(key, self) is not value
+            )
+        self.options = self.divisor = None
+        self._has_stepped = False
+
+
+@dataclass(slots=True, eq=False)
+class Bucket:
+    """One of DDP's buckets on this rank.
+
+    Its life, in every backward:
+
+    1. ``start_reduce``: DDP's hook hands it over, full of gradients, and their reduction starts. On backward's thread.
+    2. ``finish_reduce``: their mean is there, of the whole bucket or of this rank's shard of it. On the lane, as is all that follows.
+    3. ``step``: the shard's optimizer updates the stand-ins, and with them the parameters that this rank owns.
+    4. ``start_gather``: the updated shards go to all ranks.
+    5. ``wait``: whoever uses one of its parameters next, the lane at the end of backward or the next forward, waits for the gather.
+
+    Before that, once for a layout: ``record`` notes what DDP's bucket holds, and ``install`` moves the parameters into a flat buffer and
+    gives the bucket its shard. DDP may replace the memory of gradients (``buffer``) at any time; then the reduction is prepared anew.
+    """
+
+    index: int
+    common: Common
+    update: Update
+    places: tuple[int, ...]  # of its parameters in the optimizer
+    params: tuple[Tensor, ...]
+    # Kept while DDP has it, so that no other bucket can ever get its identity: the same buffer means the same bucket.
+    buffer: Tensor
+    offsets: tuple[int, ...]  # where parameters' gradients start in it
+
+    # Of the reduction: by backward's thread, then by the lane.
+    scatter: Callable[[], Pending] | None = None  # starts it, where it is ours; None until it is prepared
+    shard_gradients: Tensor | None = None  # where it leaves this rank's sum
+    scale: float = 1.0  # that makes the mean of it
+    used: list[bool] | None = None  # by this rank, in this backward
+    reduced: Tensor | None = None  # the means, once they are there, until the next backward
+    _reduction: Waiter[Tensor] | Pending | None = None
+
+    # Of the update, once installed: by the lane.
+    owners: BucketPlan | None = None
+    flat: FlatBuffer | None = None
+    shard: Shard | None = None  # None if nothing here is this rank's
+    marks: Marks | None = None
+    gather: Callable[[], Pending] | None = None  # starts the gather
+    agreed: list[bool] | None = None  # which parameters any rank used; None while that is all
+
+    # Of the gather: started by the lane, waited for by the lane or by whoever uses a parameter first. The lock is held while waiting,
+    # so that nobody takes a gather that another thread waits for as finished.
+    gathering: Pending | None = None
+    _sealed: tuple[list[int], Tensor | None] | None = None  # See [Note: writes that come too early]
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """What it holds, in sizes."""
+        return tuple(Slot(place, param.numel()) for place, param in zip(self.places, self.params, strict=True))
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(param.nbytes for param in self.params)
+
+    @property
+    def gradients(self) -> Tensor:
+        """What DDP shall take for its gradients: their mean, or where only the owner of an element has that, this rank's own."""
+        return self.buffer if self.common.hook is None or self.reduced is None else self.reduced
+
+    def record(self, buffer: Tensor, offsets: tuple[int, ...]) -> None:
+        """DDP has other memory for these gradients now."""
+        self.buffer, self.offsets = buffer, offsets
+        self.scatter = None
+
+    def forget_buffer(self) -> None:
+        """DDP is about to hand over other memory; what it had shall not be held beside that."""
+        self.record(_NO_BUFFER, self.offsets)
+
+    def uninstall(self) -> None:
+        """Its parameters are about to move elsewhere."""
+        self.flat = self.shard = self.marks = self.gather = None
+
+    def release(self) -> None:
+        """Let go of what belongs to groups and gradients."""
+        self.scatter = self.gather = self.gathering = self._reduction = self.reduced = None
+
+    # --- 1, 2: the reduction ------------------------------------------------------------------------------------------
+
+    def start_reduce(self, given: GradBucket, state: object) -> None:
+        """Start reducing what DDP has handed over; on backward's thread."""
+        common, probe = self.common, self.common.probe
+        # Read now: once the bucket is reduced DDP gives a gradient to parameters that only other ranks used.
+        self.used = [param.grad is not None for param in self.params] if common.asks_for_use else None
+        self.reduced = None
+        probe.now.begun.append(perf_counter())
+        is_seen = probe.trace is not None or is_profiling()
+        try:
+            if self.scatter is not None:
+                side = common.reduce_side
+                pending = probe.start("reduce", self.index, side, self.scatter) if is_seen else side.start(self.scatter)
+                probe.reduced_bytes += pending.sent_bytes
+                self._reduction = pending
+            elif is_seen:
+                self._reduction = probe.reducing(self.index, lambda: self._by_hook(given, state))
+            else:
+                self._reduction = self._by_hook(given, state)
+        except ZerolapError:
+            raise  # already names what failed
+        except RuntimeError as error:
+            raise CollectiveError(f"the reduction could not be started: {type(error).__name__}: {error}") from error
+
+    def _by_hook(self, given: GradBucket, state: object) -> Waiter[Tensor]:
+        assert self.common.hook is not None, "a bucket is reduced by a hook, or its reduction was prepared"
+        return Waiter(self.common.hook(state, given))
+
+    def finish_reduce(self) -> None:
+        """Wait for the reduction."""
+        reduction, self._reduction = self._reduction, None
+        try:
+            if isinstance(reduction, Waiter):
+                self.reduced = reduction.wait(self.common.timeout)
+            else:
+                assert reduction is not None, "a reduction is started before it is waited for"
+                assert self.shard_gradients is not None
+                reduction.wait()  # the group's own timeout ends this
+                self.reduced = self.shard_gradients
+                if self.scale != 1:
+                    self.reduced.mul_(self.scale)
+        except Exception as error:
+            where = f"{self.common.me}, bucket {self.index}"
+            raise CollectiveError(f"{where}: the reduction failed: {error}") from error
+        self.common.probe.now.ended.append(perf_counter())
+
+    # --- 3: the update ------------------------------------------------------------------------------------------------
+
+    def agree(self) -> None:
+        """Find out which parameters any rank used; DDP leaves the others without a gradient, and the optimizer leaves them alone."""
+        if not self.used:
+            return
+        common = self.common
+        assert common.group is not None
+        # Not of a smaller type: some backends reduce none.
+        votes = torch.tensor(self.used, dtype=torch.int32, device=self.buffer.device)
+        what = f"{common.me}, bucket {self.index}: all-reduce of which parameters were used"
+        common.adapter.all_reduce(votes, op=dist.ReduceOp.MAX, group=common.group, what=what).wait()
+        agreed = [bool(vote) for vote in votes.tolist()]
+        self.agreed = None if all(agreed) else agreed
+
+    def step(self) -> None:
+        """Update this rank's shard."""
+        update, probe = self.update, self.common.probe
+        if update.options is None:
+            update.begin()
+        if self.gathering is not None:
+            self.wait(is_lane=True)  # of the last update: it reads the memory that is about to be written
+        # As an optimizer's own writing would: a node of this backward that still needs an old value now raises.
+        increment_version(self.params)
+        shard = self.shard
+        if shard is None:
+            return
+        assert self.reduced is not None, "a bucket is reduced before it is stepped"
+        start = perf_counter()
+        if self.reduced is not shard.grads_of or self.agreed is not None or shard.used is not None:
+            shard.set_grads(self.reduced, self.agreed)
+        update.step(shard.local)
+        probe.now.steps.append((start, perf_counter()))
+
+    # --- 4, 5: the gather ---------------------------------------------------------------------------------------------
+
+    def start_gather(self) -> None:
+        """Start sending the updated shards to all ranks."""
+        common, probe = self.common, self.common.probe
+        assert self.flat is not None, "a bucket is installed before it is gathered"
+        for param, address in self.flat.ends:
+            if param.data_ptr() != address:
+                raise ZerolapError(
+                    "parameters have left their flat buffer (param.data was set, or the module was moved or cast); "
+                    "move the model before it is wrapped in DDP and load into it by copy_ or load_state_dict"
+                )
+        if common.is_alone:
+            return
+        assert self.gather is not None
+        if self.gathering is not None:
+            self.wait(is_lane=True)
+        if common.is_lazy:
+            self._sealed = (list(map(version_of, self.params)), None if self.marks is None else self.marks.read())
+        else:
+            probe.now.begun.append(perf_counter())
+        is_seen = probe.trace is not None or is_profiling()
+        try:
+            side = common.gather_side
+            pending = probe.start("gather", self.index, side, self.gather) if is_seen else side.start(self.gather)
+        except ZerolapError:
+            raise  # already names what failed
+        except RuntimeError as error:
+            where = f"{common.me}, bucket {self.index}"
+            raise CollectiveError(f"{where}: the gather could not be started: {error}") from error
+        probe.gathered_bytes += pending.sent_bytes
+        self.gathering = pending
+
+    def wait(self, param: Tensor | None = None, *, is_lane: bool = False) -> None:
+        """Return when its parameters have their updated values; on any thread. ``param`` is what somebody is about to use."""
+        if self.gathering is None:
+            return
+        common = self.common
+        if common.failures.is_forked:
+            raise forked()  # the lock may be held by a thread that is not here
+        trace = common.probe.trace
+        if trace is not None:
+            kind, name = ("wait", "gather") if is_lane else ("use", trace.name_of(param))
+            with common.probe.noting(kind, self.index, name):
+                self._wait(is_lane=is_lane)
+        elif is_lane:
+            self._wait(is_lane=True)
+        else:
+            start = perf_counter()
+            self._wait(is_lane=False)
+            common.probe.now.used.append((start, perf_counter()))
+
+    def _wait(self, *, is_lane: bool) -> None:
+        common = self.common
+        with self._lock:
+            pending = self.gathering
+            if pending is None:
+                return
+            try:
+                pending.wait()
+                self._refuse_early_writes()
+            except Exception as error:
+                failure = common.failures.note(error)
+                if is_lane:
+                    raise failure from error
+                common.raise_failure()
+            if common.lane.is_caller():
+                if not common.is_lazy:
+                    common.probe.now.ended.append(perf_counter())
+                self.gathering = None  # or else the lane or another stream has waited, and the next one must, too
+
+    def _refuse_early_writes(self) -> None:
+        """[Note: writes that come too early] Who reaches a parameter through its module or its optimizer waits for it, but
+        a reference that somebody holds does not. What is written by it while the gather is under way is overwritten on some
+        ranks and sent on by others. Autograd counts writes, and ours are all done when a gather begins: whoever waits first
+        finds out. Writes by ``param.data``, NumPy and torch's fused optimizers are not counted, but as a rule change some of
+        the marks, elements that this rank owns. Marks can be read where values are at hand on the host.
+        """
+        sealed, marks = self._sealed, self.marks
+        if sealed is None:
+            return
+        self._sealed = None
+        versions, values = sealed
+        is_counted = versions != list(map(version_of, self.params))
+        if is_counted or (marks is not None and values is not None and not torch.equal(values, marks.read())):
+            written = {p for p, before in zip(self.params, versions, strict=True) if version_of(p) != before}
+            if marks is not None and values is not None:
+                written |= marks.changed_since(values)
+            raise ZerolapError(
+                f"{self.common.me}, bucket {self.index}: parameters were written between their update and the end of their gather, which "
+                f"is lost on some ranks and not on others: {', '.join(self.names_of(written)[:5])}. Reach them through their modules or "
+                "optimizer.param_groups, which wait, or call handle.finish() before you write by references of your own, or use "
+                'gather="eager"'
+            )
+
+    def names_of(self, params: Container[Tensor]) -> list[str]:
+        """What to call those of its parameters in a message."""
+        names = self.common.names
+        both = zip(self.places, self.params, strict=True)
+        return [names.get(param, f"parameter {place} of the optimizer") for place, param in both if param in params]

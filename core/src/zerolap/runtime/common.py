@@ -1,0 +1,103 @@
+"""What the parts of one engine share: names, the lane, groups, the probe, failures. It does not know the engine, nor decides anything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from zerolap._torch import GradBucket
+from zerolap.backend.base import Adapter
+from zerolap.backend.lanes import Lane, Side, forget_locals
+from zerolap.errors import ZerolapError
+from zerolap.runtime.failures import Failures
+from zerolap.runtime.probe import IN_CHECK, Probe
+
+T = TypeVar("T")
+
+Hook = Callable[[Any, GradBucket], Future[Tensor]]
+
+
+@dataclass(slots=True, kw_only=True)
+class Common:
+    """Of one engine, which ends with the last reference to it: so nothing here leads back to it."""
+
+    me: str
+    adapter: Adapter
+    lane: Lane
+    reduce_side: Side
+    gather_side: Side
+    timeout: float  # of a wait, in seconds
+    failures: Failures
+    probe: Probe
+    names: Mapping[Tensor, str]  # of parameters, as the module has them
+    is_lazy: bool
+    is_alone: bool  # there is no other rank
+    asks_for_use: bool  # parameters may be unused, on this rank or on all
+    group: dist.ProcessGroup | None  # that the lane uses; None once it was given up
+    hook: Hook | None = None  # reduces, where that is somebody else's
+
+    def close(self) -> None:
+        """End the lane; groups close with the last reference to them."""
+        self.lane.close()
+        forget_locals(self.failures.first)
+
+    def raise_if_failed(self) -> None:
+        """Raise what has failed earlier, if anything has."""
+        if self.failures.first is not None:
+            if not self.failures.is_forked:
+                self.close()  # not by the lane itself: a job put behind the end of the lane would never be answered
+            self.failures.raise_earlier()
+
+    def raise_failure(self) -> None:
+        """Raise what has failed, if anything has; on the training thread. At first as it is, then as what failed earlier."""
+        self.failures.raise_untold()
+        self.raise_if_failed()
+
+    def run_on_lane(self, fn: Callable[[], T], where: str = IN_CHECK) -> T:
+        """Run something on the lane, and wait for it; if it fails, so has the overlap. On the training thread."""
+        with self.probe.blocked(where):
+            try:
+                return self.lane.run(partial(self._noting_failure, fn))
+            except ZerolapError:
+                self.raise_failure()
+                raise
+
+    def do_quietly(self, fn: Callable[[], None]) -> None:
+        """On the lane: do something whose failure is raised when backward ends. See [Note: failures]."""
+        if self.failures.first is None:
+            with suppress(ZerolapError):  # which was noted
+                self._noting_failure(fn)
+
+    def over_all_ranks(self, value: Tensor, op: dist.ReduceOp.RedOpType, what: str) -> Tensor:
+        """Reduce a small tensor; on the lane, the one thread that uses this group."""
+        if not self.is_alone:
+            assert self.group is not None
+            self.adapter.all_reduce(value, op=op, group=self.group, what=f"{self.me}: {what}").wait()
+        return value
+
+    def _noting_failure(self, fn: Callable[[], T]) -> T:
+        try:
+            return fn()
+        except Exception as error:
+            failure = self.failures.note(error)
+            if failure is error:
+                raise
+            raise failure from error
+
+
+class Observer:
+    """Somebody who is told what happens, and may raise, or have an update left out. As it stands it does nothing."""
+
+    def backward_begins(self) -> None:
+        """On the training thread."""
+
+    def may_update(self) -> bool:
+        """Whether step(), which is about to update, shall; on the training thread."""
+        return True

@@ -1,0 +1,137 @@
+"""Mean gradients between backward and ``step()``: clipped, unscaled, searched for what is not finite. On the training thread.
+
+They are in the shards, each element on one rank, so whatever concerns all of them is a collective.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+from numbers import Real
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zerolap._torch import unscale_and_find_nonfinite_
+from zerolap.runtime.bucket import Bucket, Update
+from zerolap.runtime.common import Common
+from zerolap.runtime.shard_optimizer import ShardBook
+from zerolap.schedule.machine import Machine, Phase
+
+SEARCH = "search for gradients that are not finite"
+
+
+class ReducedGradients:
+    """What the buckets of the backward at hand hold."""
+
+    def __init__(
+        self, book: ShardBook, *, common: Common, update: Update, machine: Machine, buckets: Sequence[Bucket]
+    ) -> None:
+        self._book = book
+        self._common = common
+        self._update = update
+        self._machine = machine
+        self._buckets = buckets
+        self.unscaled_backward = -1  # the number of the backward whose gradients a GradScaler has unscaled
+
+    @property
+    def is_unscaled(self) -> bool:
+        """Whether a GradScaler that knows shards has unscaled the gradients at hand."""
+        return self.unscaled_backward == self._common.probe.num_backwards
+
+    def shards(self) -> list[Tensor]:
+        """The mean gradients of everything this rank owns; one tensor per bucket."""
+        self._common.raise_if_failed()
+        if self._machine.phase is not Phase.REDUCED:
+            raise RuntimeError("there are no reduced gradients: call this between backward() and step()")
+        return self._shards_at_hand()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
+        """Clip by the norm over all ranks' shards; every element is in exactly one of them."""
+        shards, update = self.shards(), self._update
+        total = self._norm(shards, max_norm, norm_type)
+        if update.divisor is not None:  # clipped before
+            total = total / update.divisor
+        if error_if_nonfinite and not torch.isfinite(total):
+            raise RuntimeError(
+                f"the norm of order {norm_type} of the gradients is {total.item()}; it cannot be clipped by"
+            )
+        coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        if self._book.can_divide_gradients:
+            divisor = (1 / coefficient).to(torch.float32)
+            update.divisor = divisor if update.divisor is None else update.divisor * divisor
+        else:
+            for shard in shards:
+                shard.mul_(coefficient.to(shard.dtype))
+        return total.to(torch.float32)
+
+    def _norm(self, shards: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
+        """The norm of all gradients. Arguments that are wrong or differ between ranks are refused on all of them.
+
+        For that a code of the arguments goes with the norm, and none for wrong ones. It is read where reading does not hold up a stream.
+        """
+        mistake = _mistake_in(max_norm, norm_type)
+        if mistake is not None:
+            norm_type = 2.0
+        # In double precision where there is one: the sum of squares of a large model in single precision would lose what
+        # torch, which adds up norms of parameters, keeps.
+        capabilities = self._common.adapter.capabilities
+        dtype = torch.float64 if capabilities.has_float64 else torch.float32
+        norms = [torch.linalg.vector_norm(shard, norm_type, dtype=dtype) for shard in shards]
+        local = torch.stack(norms) if norms else torch.zeros(1, dtype=dtype, device=self._device)
+        is_max = norm_type == math.inf
+        code = math.inf if mistake is not None else zlib.crc32(f"{max_norm} {norm_type}".encode()) % 1024
+        both = torch.stack([local.max() if is_max else (local**norm_type).sum(), torch.full_like(local[0], code)])
+        op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
+        total, codes = self._over_all_ranks(both, op, "norm of gradients")
+        if mistake is not None:
+            raise mistake
+        if not capabilities.futures_complete_at_enqueue:
+            expected = code if is_max else code * self._book.world_size
+            if codes.item() != expected:
+                raise ValueError(
+                    f"clip_grad_norm_(max_norm={max_norm}, norm_type={norm_type}) was called with other or wrong arguments on "
+                    "another rank; all ranks must give the same"
+                )
+        norm: Tensor = total if is_max else total ** (1 / norm_type)
+        return norm
+
+    def unscale_(self, inverse_scale: Tensor) -> Tensor:
+        """Multiply the gradients by ``inverse_scale``; return 1 if any rank found one that is not finite, else 0."""
+        found = self._scale_and_search(self.shards(), inverse_scale)
+        self.unscaled_backward = self._common.probe.num_backwards
+        return self._over_all_ranks(found, dist.ReduceOp.MAX, SEARCH)
+
+    def are_finite(self) -> bool:
+        """Whether all gradients of all ranks are; on the lane."""
+        found = self._scale_and_search(self._shards_at_hand(), torch.ones((), device=self._device))
+        return not self._common.over_all_ranks(found, dist.ReduceOp.MAX, SEARCH).item()
+
+    def _scale_and_search(self, shards: list[Tensor], scale: Tensor) -> Tensor:
+        found = torch.zeros(1, dtype=torch.float32, device=self._device)
+        if shards:
+            unscale_and_find_nonfinite_(shards, found, scale)
+        return found
+
+    @property
+    def _device(self) -> torch.device:
+        return self._book.params[0].device
+
+    def _shards_at_hand(self) -> list[Tensor]:
+        return [each.reduced for each in self._buckets if each.reduced is not None and each.reduced.numel()]
+
+    def _over_all_ranks(self, value: Tensor, op: dist.ReduceOp.RedOpType, what: str) -> Tensor:
+        if self._common.is_alone:
+            return value
+        return self._common.run_on_lane(lambda: self._common.over_all_ranks(value, op, what))
+
+
+def _mistake_in(max_norm: object, norm_type: object) -> Exception | None:
+    for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
+        if not isinstance(value, Real | Tensor):
+            return TypeError(f"{name} must be a number, got {value!r}")
+    if not norm_type > 0:  # type: ignore[operator]  # it is one of those
+        return ValueError(f"norm_type must be positive or inf, got {norm_type}")
+    return None
