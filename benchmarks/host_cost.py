@@ -116,10 +116,10 @@ class NoDevice(zerolap.StreamAdapter):
 
 def leave_out_torch(engine: Any) -> None:
     """From now on buckets are neither scaled nor stepped, but everything around it is done."""
-    for index, installed in enumerate(engine._installed):
+    for bucket in engine.installed:
         memory = NoMemory()
-        engine._scatters[index]._into = installed.shard._grads_of = memory
-        installed.shard.local._bare_step = lambda optimizer: None
+        bucket.shard_gradients = bucket.shard.grads_of = memory
+        bucket.shard.local.bare_step = lambda: None
 
 
 def measure(width: int, is_ours_only: bool, on_simulated_device: bool) -> dict[str, str]:
@@ -159,7 +159,8 @@ def measure(width: int, is_ours_only: bool, on_simulated_device: bool) -> dict[s
 
         engine: Any = optimizer._engine
         if not on_simulated_device:
-            engine._group, engine._reduce_group = NoGroup(engine._group), NoGroup(engine._reduce_group)
+            strategy = engine.strategy  # which has started nothing yet
+            strategy._group, strategy._reduce_group = NoGroup(strategy._group), NoGroup(strategy._reduce_group)
         engine.on_bucket, engine.step_called = timed(engine.on_bucket), timed(engine.step_called)
         taken = []
         x = torch.randn(2, width).to(device)

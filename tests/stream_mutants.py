@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -17,11 +16,9 @@ import zerolap_sim
 from sim_programs import device_group
 from stream_programs import Attached, sim_device, train
 from zerolap.backend.streams import StreamLane, StreamSide, _Arrived, _current
-from zerolap.runtime.engine import Arrival
-from zerolap.runtime.safety import WatchedEngine
-
-# The function zerolap.attach hides its module of the same name.
-attach_module: Any = sys.modules["zerolap.api.attach"]
+from zerolap.runtime import engine as engine_module
+from zerolap.runtime.bucket import Bucket
+from zerolap.runtime.engine import Engine
 
 # --- lanes ------------------------------------------------------------------------------------------------------------
 
@@ -178,59 +175,86 @@ class UsesWhatHasNotArrived(zerolap_sim.SimAdapter):
         return pending
 
 
-# --- engines ----------------------------------------------------------------------------------------------------------
+# --- engines and buckets -----------------------------------------------------------------------------------------------
 
 
-class StepsBeforeTheReduction(WatchedEngine):
+class Mutant:
+    """Methods that take the place of those of the engine or its buckets while it trains."""
+
+    target: type = Bucket
+
+
+class StepsBeforeTheReduction(Mutant):
     """Takes the gradients before they are reduced."""
 
-    def _finish_reduce(self, index: int) -> None:
-        arrival = self._arrivals[index]
-        arrival.reduced = arrival.reduction._into  # type: ignore[attr-defined]
+    def finish_reduce(self: Any) -> None:
+        self.reduced = self.shard_gradients
 
 
-class GathersBeforeTheStep(WatchedEngine):
+class GathersBeforeTheStep(Mutant):
     """Starts sending a bucket's parameters in the wrong order: before they are updated."""
 
-    def _step(self, index: int) -> None:
-        super()._gather(index)
-        installed, arrival = self._installed[index], self._arrivals[index]
-        if installed.shard is not None and arrival.reduced is not None:
-            installed.shard.set_grads(arrival.reduced, installed.used)
-            self._step_local(installed.shard.local)
+    def step(self: Any) -> None:
+        if self.update.options is None:
+            self.update.begin()
+        START_GATHER(self)
+        if self.shard is not None and self.reduced is not None:
+            self.shard.set_grads(self.reduced, self.agreed)
+            self.update.step(self.shard.local)
 
-    def _gather(self, index: int) -> None:
+    def start_gather(self: Any) -> None:
         pass
 
 
-class DoesNotWaitForGathers(WatchedEngine):
+class DoesNotWaitForGathers(Mutant):
     """Says that parameters are back when they are on their way."""
 
-    def _finish_gathers(self) -> None:
-        self._gathers.clear()
+    target = Engine
+
+    def _finish_gathers(self: Any) -> None:
+        for bucket in self.installed:
+            bucket.gathering = None
 
 
-class ParametersAreUsedTooEarly(WatchedEngine):
+class ParametersAreUsedTooEarly(Mutant):
     """Lazy gathers that nobody waits for."""
 
-    def wait_for_param(self, param: Tensor) -> None:
-        pass
-
-    def wait_for_params(self) -> None:
-        pass
+    def wait(self: Any, param: Tensor | None = None, *, is_lane: bool = False) -> None:
+        if is_lane:
+            WAIT(self, param, is_lane=True)
 
 
-class GivesGradientsBackTooEarly(WatchedEngine):
+class GivesGradientsBackTooEarly(Mutant):
     """DDP may overwrite a bucket that is still being sent."""
 
-    def on_bucket(self, bucket: Any) -> Future[Tensor]:
-        super().on_bucket(bucket)
+    target = Engine
+
+    def on_bucket(self: Any, state: Any, bucket: Any) -> Future[Tensor]:
+        ON_BUCKET(self, state, bucket)
         future: Future[Tensor] = Future(devices=[sim_device()])
         future.set_result(bucket.buffer())
         return future
 
-    def _gradients(self, arrival: Arrival) -> Tensor:
-        return arrival.recorded.buffer
+
+START_GATHER, WAIT, ON_BUCKET = Bucket.start_gather, Bucket.wait, Engine.on_bucket
+
+
+@contextmanager
+def _replacing(mutant: type) -> Iterator[None]:
+    kept: list[tuple[Any, str, Any]] = []
+    if issubclass(mutant, Mutant):
+        names = [name for name, value in vars(mutant).items() if callable(value)]
+        kept = [(mutant.target, name, vars(mutant.target)[name]) for name in names]
+    table = dict(engine_module._DO)
+    try:
+        for kind, name, original in kept:
+            setattr(kind, name, vars(mutant)[name])
+            engine_module._DO.update((verb, vars(mutant)[name]) for verb, do in table.items() if do is original)
+        yield
+    finally:
+        for kind, name, original in kept:
+            setattr(kind, name, original)
+        engine_module._DO.update(table)
 
 
 # --- running them -----------------------------------------------------------------------------------------------------
@@ -287,12 +311,12 @@ def run_mutants(num_runs: int, mutants: Sequence[type], delays: Sequence[dict[st
         zerolap_sim.configure(**({"delay_us": 0, "delay_probability": 0.0} | delay))
         for mutant in mutants:
             schedule, gather = MUTANTS[mutant]
-            attach_module.WatchedEngine = mutant if issubclass(mutant, WatchedEngine) else WatchedEngine
             between = _clip if schedule == "on_step" else _nothing
             counts = []
             for _ in range(num_runs):
                 way = Attached(partial(adapter_of, mutant), schedule=schedule, gather=gather)
-                train(sim_device(), group, way, between=between)
+                with _replacing(mutant):
+                    train(sim_device(), group, way, between=between)
                 torch.accelerator.synchronize()
                 counts.append(len(zerolap_sim.take_reports()))
             found[f"{mutant.__name__}{', with delays' if delay else ''}"] = counts

@@ -24,9 +24,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import zerolap
 import zerolap_cpu_gloo
-from training import Mlp, assert_same_params, backward, batches, iterate, pair
-from zerolap.runtime import engine
-from zerolap.runtime.native import NativeEngine
+from training import Mlp, assert_same_params, backward, batches, iterate, num_in_flight, pair
+from zerolap.runtime import migration
 from zerolap_conformance.ranks import run_ranks, try_ranks
 
 SCHEDULES = ("interleaved", "after_backward", "on_step")
@@ -283,7 +282,7 @@ def _lazily(schedule: str) -> None:
             loss.backward()
             optimizer.step()
             losses.append(loss)
-        num_late += len(zero._engine._gathers)
+        num_late += num_in_flight(zero)
         assert torch.equal(*losses), (schedule, i)
         if i == 3:
             _assert_same_states(ours.module, oracle.module)
@@ -402,7 +401,7 @@ def _masters() -> int:
 
 def _in_portions() -> int:
     """The same, with states that move bucket by bucket, as those of large models do."""
-    engine._LEAST_MOVED_BYTES = 1
+    migration._LEAST_MOVED_BYTES = 1
     _loops()
     return _masters()
 
@@ -535,8 +534,8 @@ def _clips(fused: bool) -> None:
 
 
 def _reduced_gradients(zero: zerolap.ZeroRedundancyOptimizer) -> list[Tensor]:
-    assert isinstance(zero._engine, NativeEngine)
-    return [shard.clone() for shard in zero._engine._reduced_shards()]
+    assert zero._engine is not None
+    return [shard.clone() for shard in zero._engine.gradients.shards()]
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -738,7 +737,7 @@ class Tiny(nn.Module):
 
 def _overhead() -> dict[int, float]:
     """Time of what we do for a bucket, without the optimizer's own step, by number of parameters in the bucket."""
-    from zerolap.runtime.native import NativeEngine
+    from zerolap.runtime.engine import Engine
 
     class Idle(torch.optim.SGD):
         is_elementwise = True
@@ -751,7 +750,7 @@ def _overhead() -> dict[int, float]:
         ddp = DDP(Tiny(num), bucket_cap_mb=25)
         zero, _ = attached(ddp, ddp.parameters(), Idle, lr=0.1)
         times: list[float] = []
-        on_bucket, do = NativeEngine.on_bucket, NativeEngine._do
+        on_bucket, do = Engine.on_bucket, Engine._do
 
         def timed(function: Any, into: list[float]) -> Any:
             def run(*args: Any) -> Any:
@@ -764,11 +763,11 @@ def _overhead() -> dict[int, float]:
 
         for i, x in enumerate(batches(12)):
             if i == 4:  # the layout is settled
-                NativeEngine.on_bucket = timed(on_bucket, times)  # type: ignore[method-assign]
-                NativeEngine._do = timed(do, times)  # type: ignore[method-assign]
+                Engine.on_bucket = timed(on_bucket, times)  # type: ignore[method-assign]
+                Engine._do = timed(do, times)  # type: ignore[method-assign]
             zero.zero_grad()
             backward(ddp, x)
-        NativeEngine.on_bucket, NativeEngine._do = on_bucket, do  # type: ignore[method-assign]
+        Engine.on_bucket, Engine._do = on_bucket, do  # type: ignore[method-assign]
         spent[num] = sorted(times[::2])[4] + sorted(times[1::2])[4]
     return spent
 

@@ -21,8 +21,8 @@ from zerolap.calibrate.calibrate import Measured, calibrate, measure
 from zerolap.calibrate.from_model import Described, describe, workload_of
 from zerolap.forecast.forecast import Compute, Forecast, Link, Pattern, forecast, forecast_all, forecast_ddp, recommend
 from zerolap.forecast.workload import MB, Param, Workload, bucketize, sent_bytes, sharded_memory, traffic_of
-from zerolap.runtime.native import Precision
 from zerolap.runtime.flat_buffer import FlatBuffer
+from zerolap.runtime.precision import Precision
 from zerolap.schedule.machine import Agreement, Gather, Schedule
 from zerolap.schedule.ownership import GroupRank
 from zerolap_conformance.ranks import run_ranks
@@ -292,7 +292,7 @@ def _counted() -> list[tuple[int, int, list[list[int]]]]:
             backward(ddp, x.to(dtype))
         stats = handle.stats()
         assert zero._engine is not None
-        layout = [list(recorded.indices) for recorded in zero._engine._layout]
+        layout = [list(bucket.places) for bucket in zero._engine.layout]
         counted.append((stats.sent_bytes - sent, stats.state_bytes, layout))
     return counted
 
@@ -409,7 +409,7 @@ def _measured() -> tuple[Measured, list[list[int]], int, int]:
         sent = handle.stats().sent_bytes
         ddp(x).square().mean().backward()
     assert zero._engine is not None
-    layout = [list(recorded.indices) for recorded in zero._engine._layout]
+    layout = [list(bucket.places) for bucket in zero._engine.layout]
     return found, layout, handle.stats().sent_bytes - sent, handle.stats().state_bytes
 
 

@@ -150,7 +150,7 @@ def _first_buckets() -> list[int]:
     for i, x in enumerate(batches(3)):
         iterate(ddp, zero, x)
         if i == 0:
-            adapter.first = [weakref.ref(recorded.buffer) for recorded in handle._engine._layout]
+            adapter.first = [weakref.ref(bucket.buffer) for bucket in handle._engine.layout]
     return adapter.num_alive
 
 

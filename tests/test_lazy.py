@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.swa_utils import AveragedModel
 
 import zerolap
-from training import assert_same_params, backward, batches, iterate, pair
+from training import assert_same_params, backward, batches, iterate, num_in_flight, pair
 from zerolap.backend.lanes import Pending
 from zerolap.backend.parts import Parts
 from zerolap_conformance.ranks import run_ranks, try_ranks
@@ -56,7 +56,7 @@ def _both(schedule: str) -> tuple[tuple[DDP, Any], tuple[DDP, Any], zerolap.Hand
 
 
 def _num_late(zero: Any) -> int:
-    return len(zero._engine._gathers)
+    return num_in_flight(zero)
 
 
 # --- reached through the optimizer ------------------------------------------------------------------------------------

@@ -8,9 +8,9 @@ from itertools import product
 import pytest
 
 from zerolap.errors import IllegalEventError
-from zerolap.schedule.machine import TABLES, Action, Agreement, Event, Gather, Machine, Phase, Schedule, Verb
+from zerolap.schedule.machine import AT_ONCE, TABLES, Action, Agreement, Event, Gather, Machine, Phase, Schedule, Verb
 
-COLLECTIVES = {Verb.REDUCE, Verb.MIGRATE, Verb.AGREE, Verb.GATHER}
+COLLECTIVES = {Verb.START_REDUCE, Verb.MIGRATE, Verb.AGREE, Verb.GATHER}
 
 
 def known(machine: Machine, index: int, *, is_last: bool = False) -> tuple[Action, ...]:
@@ -19,6 +19,10 @@ def known(machine: Machine, index: int, *, is_last: bool = False) -> tuple[Actio
 
 def unknown(machine: Machine, index: int, *, is_last: bool = False) -> tuple[Action, ...]:
     return machine.bucket_ready(index, is_last=is_last, is_known=False)
+
+
+def reduce(index: int) -> tuple[Action, ...]:
+    return (Action(Verb.START_REDUCE, index), Action(Verb.FINISH_REDUCE, index))
 
 
 def _to_failed(machine: Machine) -> None:
@@ -52,7 +56,7 @@ def _to_overlapping(machine: Machine) -> None:
 
 REACH: dict[Phase, Callable[[Machine], None]] = {
     Phase.UNINITIALIZED: lambda machine: None,
-    Phase.DDP_HAS_REBUILT_BUCKETS: _to_recording,
+    Phase.RECORDING: _to_recording,
     Phase.LAYOUT_SEEN: _to_layout_seen,
     Phase.INITIALIZED: _to_initialized,
     Phase.OVERLAPPING: _to_overlapping,
@@ -68,6 +72,7 @@ FEED: dict[Event, Callable[[Machine], object]] = {
     Event.LAYOUT_KEPT: lambda m: m.layout_seen(is_changed=False),
     Event.LAYOUT_CHANGED: lambda m: m.layout_seen(is_changed=True),
     Event.STEP_CALLED: lambda m: m.step_called(),
+    Event.STEP_SKIPPED: lambda m: m.step_skipped(),
     Event.FAILURE: lambda m: m.failed(),
 }
 
@@ -118,9 +123,9 @@ def test_a_bucket_out_of_order_is_refused_and_changes_nothing(schedule: Schedule
 def test_interleaved_updates_a_bucket_as_soon_as_it_comes() -> None:
     machine = Machine(Schedule.INTERLEAVED)
     _to_initialized(machine)
-    assert known(machine, 0) == (Action(Verb.REDUCE, 0), Action(Verb.STEP, 0), Action(Verb.GATHER, 0))
+    assert known(machine, 0) == (*reduce(0), Action(Verb.STEP, 0), Action(Verb.GATHER, 0))
     assert known(machine, 1, is_last=True) == (
-        Action(Verb.REDUCE, 1),
+        *reduce(1),
         Action(Verb.STEP, 1),
         Action(Verb.GATHER, 1),
         Action(Verb.WAIT),
@@ -131,9 +136,10 @@ def test_interleaved_updates_a_bucket_as_soon_as_it_comes() -> None:
 def test_after_backward_updates_everything_behind_the_last_bucket() -> None:
     machine = Machine(Schedule.AFTER_BACKWARD)
     _to_initialized(machine)
-    assert known(machine, 0) == (Action(Verb.REDUCE, 0),)
+    assert known(machine, 0) == reduce(0)
     assert [a.verb for a in known(machine, 1, is_last=True)] == [
-        Verb.REDUCE,
+        Verb.START_REDUCE,
+        Verb.FINISH_REDUCE,
         Verb.STEP,
         Verb.GATHER,
         Verb.STEP,
@@ -151,7 +157,7 @@ def test_the_first_backward_is_updated_too(schedule: Schedule) -> None:
     if schedule is Schedule.ON_STEP:
         actions += machine.step_called()
     assert actions == (
-        Action(Verb.PLAN),
+        Action(Verb.ASSIGN),
         Action(Verb.MIGRATE),
         Action(Verb.STEP, 0),
         Action(Verb.GATHER, 0),
@@ -207,13 +213,18 @@ def test_all_ranks_emit_the_same_collectives_whatever_happens(
                 for machine, is_known in zip(machines, masks, strict=True)
             ]
             # Reductions are on DDP's group, the others on the optimizer's: each group's order must agree.
-            for group in ({Verb.REDUCE}, COLLECTIVES - {Verb.REDUCE}):
+            for group in ({Verb.START_REDUCE}, COLLECTIVES - {Verb.START_REDUCE}):
                 sequences = [[a for a in actions if a.verb in group] for actions in emitted]
                 assert all(sequence == sequences[0] for sequence in sequences), history
             for actions in emitted:  # and every bucket is reduced, stepped and gathered once, in this order
                 for index in range(num_buckets):
                     of_bucket = [a.verb for a in actions if a.bucket == index and a.verb is not Verb.RECORD]
-                    assert [v for v in of_bucket if v is not Verb.AGREE] == [Verb.REDUCE, Verb.STEP, Verb.GATHER]
+                    assert [v for v in of_bucket if v is not Verb.AGREE] == [
+                        Verb.START_REDUCE,
+                        Verb.FINISH_REDUCE,
+                        Verb.STEP,
+                        Verb.GATHER,
+                    ]
                 assert actions[-1] == Action(Verb.FINISH)
                 assert (Action(Verb.WAIT) in actions) == (gather is Gather.EAGER)
 
@@ -235,7 +246,7 @@ def test_lazy_gathers_start_with_what_the_next_forward_needs_first(
         actions = _backward(machine, num_buckets=5, is_known=known_now, is_changed=not known_now, early=range(1, 3))
     assert [a.bucket for a in actions if a.verb is Verb.GATHER] == order
     if is_known and schedule is Schedule.INTERLEAVED:  # the two early ones do not wait for the last bucket
-        assert actions.index(Action(Verb.GATHER, 1)) < actions.index(Action(Verb.REDUCE, 3))
+        assert actions.index(Action(Verb.GATHER, 1)) < actions.index(Action(Verb.START_REDUCE, 3))
 
 
 @pytest.mark.parametrize(
@@ -263,11 +274,61 @@ def test_step_between_backwards_asks_for_nothing() -> None:
 def test_a_new_backward_without_step_skips_the_update() -> None:
     machine = Machine(Schedule.ON_STEP, agreement=Agreement.PER_LAYOUT)
     _to_reduced(machine)
-    assert known(machine, 0) == (Action(Verb.REDUCE, 0),)
-    assert known(machine, 1, is_last=True) == (Action(Verb.REDUCE, 1),)
+    assert known(machine, 0) == reduce(0)
+    assert known(machine, 1, is_last=True) == reduce(1)
     assert machine.step_called() == (
         *(Action(verb, bucket) for bucket in (0, 1) for verb in (Verb.AGREE, Verb.STEP, Verb.GATHER)),
         Action(Verb.WAIT),
         Action(Verb.FINISH),
     )
     assert machine.step_called() == ()
+
+
+def test_an_update_that_is_skipped_asks_for_nothing_and_the_next_one_is_made() -> None:
+    machine = Machine(Schedule.ON_STEP)
+    _to_reduced(machine)
+    machine.step_skipped()
+    assert machine.phase is Phase.INITIALIZED
+    assert machine.step_called() == ()
+    known(machine, 0)
+    known(machine, 1, is_last=True)
+    assert Action(Verb.FINISH) in machine.step_called()
+
+
+def _update(machine: Machine, *, is_joined: bool = False) -> None:
+    for index in (0, 1):
+        machine.bucket_ready(index, is_last=index == 1, is_known=True, is_joined=is_joined)
+
+
+@pytest.mark.parametrize("schedule", Schedule)
+def test_who_calls_step_after_one_update_calls_it_after_all(schedule: Schedule) -> None:
+    machine = Machine(schedule)
+    _to_initialized(machine)
+    _update(machine)  # step() was called by nobody, or after every backward
+    machine.step_called()
+    _update(machine)
+    if schedule is Schedule.ON_STEP:
+        _update(machine)  # which leaves an update out
+        return
+    before = (machine.phase, machine.next_bucket)
+    with pytest.raises(IllegalEventError, match=r"step\(\) was not called after the last backward"):
+        known(machine, 0)
+    assert (machine.phase, machine.next_bucket) == before
+    machine.step_called()
+    _update(machine)
+
+
+def test_a_rank_that_has_joined_calls_no_step() -> None:
+    machine = Machine(Schedule.INTERLEAVED)
+    _to_initialized(machine)
+    machine.step_called()
+    for _ in range(3):
+        _update(machine, is_joined=True)
+
+
+def test_what_is_done_at_once_and_what_the_lane_does_are_told_by_the_verb() -> None:
+    assert {Verb.RECORD, Verb.START_REDUCE, Verb.ASSIGN} == AT_ONCE
+    for schedule, gather, agreement in product(Schedule, Gather, Agreement):
+        machine = Machine(schedule, gather=gather, agreement=agreement)
+        emitted = {a.verb for a in _backward(machine, num_buckets=3, is_known=False, is_changed=True)}
+        assert emitted | {Verb.AGREE, Verb.WAIT} == set(Verb)

@@ -121,7 +121,7 @@ def _compare(
                 loop(oracle, plain, x)
                 loop(ddp, zero, x)
                 assert_same_params(ddp, oracle, (hook_maker.__name__, shard_buckets, f"iteration {i}"))
-            assert num_buckets(len(zero._engine._layout)), len(zero._engine._layout)
+            assert num_buckets(len(zero._engine.layout)), len(zero._engine.layout)
 
 
 def accumulate(model: nn.Module, optimizer: Any, x: Tensor) -> None:
@@ -318,16 +318,16 @@ def test_every_rank_holds_its_own_states_only() -> None:
 
 
 def _overlaps_once_the_layout_is_known() -> list[int]:
-    from zerolap.runtime.engine import Engine
+    from zerolap.runtime.recording import Recording
 
     recorded = []
-    record = Engine._record
+    take = Recording.take
 
-    def spy(self: Engine, bucket: dist.GradBucket) -> None:
+    def spy(self: Recording, bucket: dist.GradBucket, **options: Any) -> None:
         recorded[-1] += 1
-        record(self, bucket)
+        take(self, bucket, **options)
 
-    Engine._record = spy  # type: ignore[method-assign]
+    Recording.take = spy  # type: ignore[method-assign]
     ddp = DDP(Mlp(), bucket_cap_mb=0.004)
     zero = overlapped(ddp, ddp.parameters(), torch.optim.SGD, lr=0.1)
     for x in batches(5):

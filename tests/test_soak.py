@@ -39,7 +39,7 @@ def _train(which: int, num_iterations: int) -> tuple[int, float]:
         zero.zero_grad()
         ddp(x).square().sum().backward()
         zero.step()
-    return len(zero._engine._layout), sum(p.double().sum().item() for p in ddp.parameters())
+    return len(zero._engine.layout), sum(p.double().sum().item() for p in ddp.parameters())
 
 
 def _soak(world_size: int, which: int, num_iterations: int) -> None:

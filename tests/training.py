@@ -88,3 +88,8 @@ def assert_same_params(ours: nn.Module, oracle: nn.Module, what: object = "") ->
     """Bitwise: element-wise optimizers do the same arithmetic in the same order on a shard as on the whole."""
     for (name, a), (_, b) in zip(ours.named_parameters(), oracle.named_parameters(), strict=True):
         assert torch.equal(a, b), f"{what}: {name} differs by up to {(a.double() - b.double()).abs().max():.3g}"
+
+
+def num_in_flight(zero: Any) -> int:
+    """Buckets whose parameters are still on their way, or that nobody has waited for."""
+    return sum(bucket.gathering is not None for bucket in zero._engine.installed)

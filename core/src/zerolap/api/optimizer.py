@@ -201,7 +201,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Clear the gradients of all parameters; unlike torch's own it waits for no parameter that is on its way."""
         kept: list[Tensor] = []
         for group in self.param_groups:
-            for param in params_of(group):
+            for param in dict.__getitem__(group, "params"):  # not by the group's own, which waits
                 grad = param.grad
                 if grad is None or set_to_none:
                     param.grad = None

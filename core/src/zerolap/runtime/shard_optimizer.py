@@ -41,6 +41,7 @@ class LocalOptimizer:
         """``groups`` are param groups whose ``params`` map a piece to the tensor to update; with masters, ``params`` are the
         pieces of the parameters themselves. A provisional one never steps, and keeps masters for those that come after it."""
         self._params = params
+        self.has_masters = params is not None  # from which the parameters are rounded
         self._is_provisional = is_provisional
         self._factory = factory
         self._tensors: dict[Piece, Tensor] = {}
@@ -53,11 +54,6 @@ class LocalOptimizer:
         bare_step = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
         self.bare_step = partial(bare_step, self.optimizer)
         self.own_hooks = step_hooks_of(self.optimizer)  # its class's own, which a bare step leaves out
-
-    @property
-    def has_masters(self) -> bool:
-        """Whether it updates master weights, from which the parameters are rounded."""
-        return self._params is not None
 
     def add_group(self, options: Options, tensors: Mapping[Piece, Tensor]) -> None:
         self._tensors.update(tensors)
