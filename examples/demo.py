@@ -1,4 +1,4 @@
-"""The demo, as a program for torchrun. It lives in core/src/zerolap/cli/demo.py, so that an installed zerolap has it, too."""
+"""The demo, as a program for torchrun. It lives in core/src/zerolap/cli/demo.py, so that an installed zerolap includes it."""
 
 from zerolap.cli.demo import main
 

@@ -1,11 +1,11 @@
-"""Elastic training: workers come and go, the model trains on. On CPU-Gloo; every node runs the same command (docs/elastic.md).
+"""Elastic training: workers come and go, training continues. On CPU-Gloo; every node runs the same command (docs/elastic.md).
 
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     torchrun --nnodes 1:2 --nproc-per-node 2 --max-restarts 100 --rdzv-backend c10d --rdzv-endpoint HOST:29400 \\
         examples/elastic.py --folder /a/folder/all/nodes/share
 
 When a worker is lost, or a node added, torchrun starts this program anew on the workers there are now. It loads the latest
-checkpoint, whatever number of ranks wrote it, and goes on: with the same batches in the same order, split over fewer ranks or more.
+checkpoint, whatever number of ranks wrote it, and continues with the same batches in the same order, split over fewer or more ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import zerolap
 from zerolap import checkpoint
 
 TEXT = files("zerolap.cli").joinpath("sonnets.txt").read_text()
-SEED, CONTEXT, GLOBAL_BATCH = 0, 16, 32  # the batch of all ranks together: more ranks, smaller parts
+SEED, CONTEXT, GLOBAL_BATCH = 0, 16, 32  # the batch over all ranks: more ranks, smaller parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class Position:
         """Every batch from here on, for all ranks, and the position after it. An epoch's last one is what is left."""
         epoch, consumed = self.epoch, self.consumed
         while True:
-            # A function of seed and epoch alone: whoever resumes draws the same order.
+            # Deterministic in seed and epoch: a resumed run draws the same order.
             order = torch.randperm(num_samples, generator=torch.Generator().manual_seed(1_000_003 * SEED + epoch))
             for batch in order[consumed:].split(GLOBAL_BATCH):
                 consumed += len(batch)
@@ -75,7 +75,7 @@ def train(args: argparse.Namespace) -> None:
         done, start, runs = 0, Position(), []
 
     # Every start is a run of its own, with a log per rank. A checkpoint names the runs that led to it and the step after which
-    # each began: so the logs tell which steps count, and which were lost with their workers and done again.
+    # each began: so the logs tell which steps count, and which were lost with their workers and repeated.
     run = torch.tensor(time.time_ns())
     dist.broadcast(run, src=0)
     runs = [*runs, {"name": f"run-{run.item()}", "after_step": done, "world_size": world_size}]
@@ -87,7 +87,7 @@ def train(args: argparse.Namespace) -> None:
     args.folder.mkdir(parents=True, exist_ok=True)
     with open(args.folder / f"run-{run.item()}-rank-{rank}.jsonl", "w", buffering=1) as log:
         for step, (batch, position) in zip(range(done + 1, args.steps + 1), start.batches(len(windows)), strict=False):
-            mine = batch.tensor_split(world_size)[rank]  # parts of unequal size, and even empty ones, are fine
+            mine = batch.tensor_split(world_size)[rank]  # may be uneven, or empty
             optimizer.zero_grad()
             loss = F.cross_entropy(ddp(windows[mine, :-1]), windows[mine, -1], reduction="sum")
             # DDP averages over ranks; this makes it the mean over samples, however many a rank has.
@@ -96,7 +96,7 @@ def train(args: argparse.Namespace) -> None:
             log.write(json.dumps({"step": step, "samples": mine.tolist(), "loss": loss.item()}) + "\n")
             if step % args.save_every == 0 or step == args.steps:
                 extra = {"position": asdict(position), "runs": runs}
-                # overwrite: who goes back to an older checkpoint (load(step=...), or the link `latest`) meets later steps again.
+                # overwrite: a rollback to an older checkpoint (load(step=...), or the link `latest`) reaches later steps again.
                 saving = save(args.folder, ddp, optimizer, step=step, extra=extra, keep=args.keep, overwrite=True)
                 dist.all_reduce(total := loss.detach())
                 if rank == 0:
@@ -112,10 +112,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--save-every", type=int, default=20)
     parser.add_argument("--keep", type=int, default=3)
-    parser.add_argument("--async-save", action="store_true", help="write checkpoints while training goes on")
+    parser.add_argument("--async-save", action="store_true", help="write checkpoints while training continues")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    # Short: ranks that wait for one that is gone should soon find out.
+    # Short: ranks that wait for a lost one should find out soon.
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
     train(args)
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""zerolap as a part of somebody's training stack: their adapter, their process group, their log. Everything is an argument.
+"""zerolap embedded in a training stack with its own adapter, process group and logging. Everything is an argument.
 
     torchrun --standalone --nproc-per-node 2 examples/embedding.py
 

@@ -1,4 +1,4 @@
-"""A whole program, to start from: two CPU ranks, gradients clipped, so the update happens in step().
+"""A complete program to start from: two CPU ranks; gradients are clipped, so the update happens in step().
 
 torchrun --standalone --nproc-per-node 2 examples/quickstart.py
 """

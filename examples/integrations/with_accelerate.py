@@ -1,4 +1,4 @@
-"""zerolap in Hugging Face Accelerate: prepare the model, attach to the DDP it is then in, prepare the optimizer.
+"""zerolap in Hugging Face Accelerate: prepare the model, attach to the resulting DDP, prepare the optimizer.
 
     torchrun --standalone --nproc-per-node 2 examples/integrations/with_accelerate.py runs/accelerate
 
@@ -39,11 +39,11 @@ def main(folder, epochs=4, clip=1.0):
             with accelerator.accumulate(ddp):
                 accelerator.backward(nn.functional.mse_loss(ddp(x), y))
                 if clip is not None and accelerator.sync_gradients:
-                    zero.clip_grad_norm_(clip)  # not accelerator's, which sees this rank's own gradients
+                    zero.clip_grad_norm_(clip)  # not accelerator's, which sees this rank's local gradients
                 opt.step()
                 scheduler.step()
                 opt.zero_grad()
-        # Not accelerator.save_state(), which wants the whole optimizer state on every rank.
+        # Not accelerator.save_state(), which needs the whole optimizer state on every rank.
         zerolap.checkpoint.save(folder, ddp, zero, step=epoch + 1, extra={"scheduler": scheduler.state_dict()})
 
     whole = 2 * sum(p.nbytes for p in ddp.parameters())
