@@ -17,7 +17,7 @@ COLUMN, ROW, HEAD_HEIGHT, LEFT = 215, 32, 64, 112
 HEAD = """\
 # The overlap machine
 
-Generated from the tables in `core/src/zerolap/machine.py` by `python ci/draw_machine.py`; do not edit.
+Generated from the tables in `core/src/zerolap/schedule/machine.py` by `python ci/draw_machine.py`; do not edit.
 
 Every column is a phase, every arrow a transition, in the order of the table: *event / what is asked for*. `FAILURE` leads to
 `FAILED` from everywhere and is not drawn. Events that are not in a phase's row are illegal: they raise `IllegalEventError` and

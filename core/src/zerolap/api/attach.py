@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal, TypeVar
 
@@ -52,60 +53,90 @@ def attach(
 ) -> Handle:
     """Overlap ``optimizer`` with ``ddp``: gradients by reduce-scatter, parameters by all-gather, 2P elements on the wire.
 
-    Called by all ranks together, instead of ``ddp.register_comm_hook``. With ``interleaved`` and ``after_backward`` the
-    update happens inside backward and ``step()`` may be left out; with ``on_step`` it happens in ``step()``, and gradients
-    can be clipped or unscaled, or the step skipped, before. After backward a parameter's ``.grad`` is this rank's own
-    gradient; the mean exists only in the shards.
+    Called by all ranks together, instead of ``ddp.register_comm_hook``; what is invalid on one rank is refused on all. After backward
+    a parameter's ``.grad`` is this rank's own gradient; the mean exists only in the shards.
 
-    ``auto`` tries the first two, both gathers unless one is given, and other bucket sizes, in up to some ninety iterations of training
-    whose updates are the same as any other's; then it stays with the fastest, and logs what it chose and why.
-
-    With ``gather="eager"``, the default, all parameters are back when backward or ``step()`` returns. With ``lazy`` they come while the
-    next forward runs: whoever reaches a parameter through its module waits for it, and ``handle.finish()`` waits for all.
-
-    ``master_weights`` keeps, in the shards, a copy in single precision of parameters of 16 bits, from which they are rounded
-    after each update; it is saved with the optimizer's state. ``reduce_dtype`` is the dtype in which gradients are sent and
-    summed, ``gather_dtype`` the one in which parameters are sent, for both the parameters' own if not given. A
-    ``gather_dtype`` narrower than a parameter rounds it on all ranks, and needs ``master_weights``.
-
-    With ``audit_every=k`` the ranks compare checksums of their parameters after every k updates, when the next one begins; any
-    difference is an error on all of them. ``nonfinite`` says what becomes of an update whose gradients have NaN or infinities:
-    ``raise`` and ``skip`` find them before anything is changed, on all ranks.
-
-    Where a class of torch's has a fused implementation that gives the same it is used, unless ``fused`` or ``foreach`` was given.
-    ``adapter`` is one of your own, or the name of one that is installed; without it the parameters' device decides.
+    Args:
+        ddp: The DistributedDataParallel itself: neither its module nor a compiled wrapper around it.
+        optimizer: Made with ``overlap_with_ddp=True`` from all trainable parameters of ``ddp``. Where torch's fused implementation of its
+            class gives the same results it is turned on, unless ``fused`` or ``foreach`` was given.
+        schedule: When a bucket's shard is updated. ``"interleaved"``: as soon as the bucket is reduced, inside backward.
+            ``"after_backward"``: once the last gradient is computed, while reductions are in flight. With both ``step()`` may be left out.
+            ``"on_step"``: in ``step()``; gradients can be clipped or unscaled, or the step skipped, before. ``"auto"`` tries the first
+            two, both gathers and other bucket sizes in up to some ninety iterations, which train like any other, and keeps the fastest.
+        gather: When updated parameters are waited for. ``"eager"``, the default: before backward or ``step()`` returns. ``"lazy"``: they
+            arrive during the next forward, and whoever reaches one through its module or the optimizer waits for it.
+        adapter: An adapter, or the name of an installed one. Default: by the device type of the parameters.
+        master_weights: Keep fp32 copies of 16-bit parameters in the shards, and round the parameters from them after each update.
+        reduce_dtype: The dtype in which gradients are sent and summed. Default: the parameters' own.
+        gather_dtype: The dtype in which parameters are sent; a narrower one rounds them and needs ``master_weights``. Default: their own.
+        audit_every: Compare checksums of all parameters and options between ranks after this many updates; a difference raises.
+        nonfinite: What becomes of an update whose mean gradients have NaN or infinities. ``"ignore"``: it is made. ``"raise"``: all ranks
+            raise before anything is changed; not with ``"interleaved"``. ``"skip"``: all ranks leave it out; only with ``"on_step"``.
     """
-    optimizer = unwrapped(optimizer)
     precision = Precision(master_weights=master_weights, reduce_dtype=reduce_dtype, gather_dtype=gather_dtype)
-    safety = Safety()
-    schedules: list[Schedule] = []
-    gathers: list[Gather] = []
+    wanted = _Attachment(ddp, unwrapped(optimizer), schedule, gather, precision, audit_every, nonfinite)
+    return wanted.make(adapter)
 
-    def settings() -> list[Any]:
-        nonlocal safety, schedules, gathers
-        safety = Safety(
-            audit_every=0 if audit_every is None else audit_every, nonfinite=_member(NonFinite, nonfinite, "nonfinite")
+
+@dataclass(slots=True)
+class _Attachment:
+    """What was asked for, as it is given, then as it is checked, then in use."""
+
+    ddp: DistributedDataParallel
+    optimizer: ZeroRedundancyOptimizer
+    schedule: str
+    gather: str | None
+    precision: Precision
+    audit_every: int | None
+    nonfinite: str
+    safety: Safety = field(default_factory=Safety)
+    schedules: list[Schedule] = field(default_factory=list)  # the first is what training begins with
+    gathers: list[Gather] = field(default_factory=list)
+
+    def make(self, adapter: Adapter | str | None) -> Handle:
+        (engine, audit, nonfinite, tuner), undo = connect_ranks(
+            self.ddp, self.optimizer, settings=self._settings, connect=self._connect, num_groups=2, adapter=adapter
         )
-        schedules, gathers = _ways(ddp, schedule, gather, safety)
-        _check_attachable(ddp, optimizer, precision)
-        _check_safety(safety, schedules[0])
-        if gathers == [Gather.LAZY] and (parts := compiled_parts(ddp)):
+        handle = Handle(
+            self.optimizer,
+            engine,
+            audit=audit,
+            nonfinite=nonfinite,
+            tuner=tuner,
+            module=self.ddp.module,
+            undo=undo.close,
+        )
+        logger.info("attached: %s", handle)
+        return handle
+
+    def _settings(self) -> list[Any]:
+        """Refuse what cannot be; return what must be the same on all ranks."""
+        every = 0 if self.audit_every is None else self.audit_every
+        self.safety = Safety(audit_every=every, nonfinite=_member(NonFinite, self.nonfinite, "nonfinite"))
+        self.schedules, self.gathers = _ways(self.ddp, self.schedule, self.gather, self.safety)
+        _check_attachable(self.ddp, self.optimizer, self.precision)
+        _check_safety(self.safety, self.schedules[0])
+        if self.gathers == [Gather.LAZY] and (parts := compiled_parts(self.ddp)):
             raise ValueError(
                 f'gather="lazy" cannot wait inside what is compiled, which is {", ".join(parts[:5])}; use gather="eager" with '
                 "torch.compile and TorchScript"
             )
-        return ["native", schedule, [each.value for each in gathers], str(precision), str(safety)]
+        gathers = [each.value for each in self.gathers]
+        return ["native", self.schedule, gathers, str(self.precision), str(self.safety)]
 
-    def connect(
-        chosen: Adapter, groups: list[dist.ProcessGroup], undo: ExitStack
+    def _connect(
+        self, adapter: Adapter, groups: list[dist.ProcessGroup], undo: ExitStack
     ) -> tuple[Engine, Audit, NonFiniteCheck | None, Tuner | None]:
+        """Start the engine and whatever looks at it or changes its ways; ``undo`` ends all of it."""
+        ddp, optimizer, precision = self.ddp, self.optimizer, self.precision
         reduce_group, group = groups
         strategy = ReduceScatter(
             optimizer._book,
-            adapter=chosen,
+            adapter=adapter,
             reduce_group=reduce_group,
             group=group,
-            cuts=_agree_on_facts(optimizer, cut=chosen.capabilities.exact_cut, precision=precision),
+            cuts=_agree_on_facts(optimizer, cut=adapter.capabilities.exact_cut, precision=precision),
             precision=precision,
         )
         engine = start_engine(
@@ -113,40 +144,31 @@ def attach(
             optimizer,
             undo,
             strategy=strategy,
-            adapter=chosen,
+            adapter=adapter,
             group=group,
-            schedule=schedules[0],
-            gather=gathers[0],
+            schedule=self.schedules[0],
+            gather=self.gathers[0],
             names={param: name for name, param in ddp.module.named_parameters()},
         )
-        audit, nonfinite = _observe(engine, safety)
-        if master_weights:
+        audit, nonfinite = _observe(engine, self.safety)
+        if precision.master_weights:
             undo.callback(ddp.module.register_load_state_dict_post_hook(_RefreshMasters(engine)).remove)
         use_gather = _waiting(ddp.module, engine, undo)
-        use_gather(gathers[0])
+        use_gather(self.gathers[0])
         tuner = None
-        if schedule == "auto":
+        if self.schedule == "auto":
             tuner = Tuner(
-                ddp, engine, adapter=chosen, group=group, schedules=schedules, gathers=gathers, use_gather=use_gather
+                ddp,
+                engine,
+                adapter=adapter,
+                group=group,
+                schedules=self.schedules,
+                gathers=self.gathers,
+                use_gather=use_gather,
             )
             undo.callback(tuner.close)
         undo.callback(take_buckets(ddp, engine, optimizer).turn_off)
         return engine, audit, nonfinite, tuner
-
-    (engine, audit, nonfinite_check, tuner), undo = connect_ranks(
-        ddp, optimizer, settings=settings, connect=connect, num_groups=2, adapter=adapter
-    )
-    handle = Handle(
-        optimizer,
-        engine,
-        audit=audit,
-        nonfinite=nonfinite_check,
-        tuner=tuner,
-        module=ddp.module,
-        undo=undo.close,
-    )
-    logger.info("attached: %s", handle)
-    return handle
 
 
 def _observe(engine: Engine, safety: Safety) -> tuple[Audit, NonFiniteCheck | None]:
@@ -178,9 +200,8 @@ def _waiting(module: nn.Module, engine: Engine, undo: ExitStack) -> Callable[[Ga
     def use(gather: Gather) -> None:
         waits.close()
         if gather is Gather.LAZY:
-            from zerolap.runtime.lazy_params import (
-                wait_on_access,  # takes a second to import: torch's compiler comes with it
-            )
+            # Takes a second to import: torch's compiler comes with it.
+            from zerolap.runtime.lazy_params import wait_on_access
 
             waits.callback(wait_on_access(module, engine.bucket_of))
 

@@ -133,7 +133,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     @property
     def optim(self) -> Any:
         """This rank's optimizer; once updates are overlapped, a view of its groups and states by model parameter."""
-        if self._engine is None or not self._engine.has_seen_buckets:
+        if self._engine is None or not self._engine.probe.num_backwards:
             return self._book.locals[0].optimizer
         self._wait_for_params()
         return self._local_view()
@@ -195,7 +195,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._expose_options()
         self._build_flats()
         if self._engine is not None:
-            self._engine.forget_layout()
+            self._engine.layout = []  # so that owners are assigned anew at the end of the next backward
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all parameters; unlike torch's own it waits for no parameter that is on its way."""
@@ -475,7 +475,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             with torch.enable_grad():
                 loss = closure()
         engine.step_called()
-        if not engine.has_seen_buckets and any(param.grad is not None for param in self._book.params):
+        if not engine.probe.num_backwards and any(param.grad is not None for param in self._book.params):
             raise RuntimeError(
                 "there are gradients, but DDP has not called the hook made for this optimizer; "
                 "register it by ddp.register_comm_hook(state, hook)"

@@ -70,7 +70,7 @@ def _facts(engine: Engine, ranks: Sequence[int], names: dict[Tensor, str]) -> Ra
         spans=(),
         buckets=tuple(
             Bucket(
-                num_bytes=bucket.num_bytes,
+                num_bytes=sum(param.nbytes for param in bucket.params),
                 params=tuple(names.get(param, "?") for param in bucket.params),
                 is_shared=bucket.owners is not None
                 and len({owner for owner, pieces in bucket.owners.segments() if pieces}) == world_size,

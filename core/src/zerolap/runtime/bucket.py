@@ -7,7 +7,8 @@ no work per parameter, and no choice left.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -107,6 +108,9 @@ class Bucket:
     scale: float = 1.0  # that makes the mean of it
     used: list[bool] | None = None  # by this rank, in this backward
     reduced: Tensor | None = None  # the means, once they are there, until the next backward
+    gradients: Tensor | None = (
+        None  # what DDP shall take: the means, or where only the owner of an element has those, its own
+    )
     _reduction: Waiter[Tensor] | Pending | None = None
 
     # Of the update, once installed: by the lane.
@@ -128,19 +132,10 @@ class Bucket:
         """What it holds, in sizes."""
         return tuple(Slot(place, param.numel()) for place, param in zip(self.places, self.params, strict=True))
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(param.nbytes for param in self.params)
-
-    @property
-    def gradients(self) -> Tensor:
-        """What DDP shall take for its gradients: their mean, or where only the owner of an element has that, this rank's own."""
-        return self.buffer if self.common.hook is None or self.reduced is None else self.reduced
-
     def record(self, buffer: Tensor, offsets: tuple[int, ...]) -> None:
         """DDP has other memory for these gradients now."""
         self.buffer, self.offsets = buffer, offsets
-        self.scatter = None
+        self.scatter = self.gradients = None
 
     def forget_buffer(self) -> None:
         """DDP is about to hand over other memory; what it had shall not be held beside that."""
@@ -152,7 +147,7 @@ class Bucket:
 
     def release(self) -> None:
         """Let go of what belongs to groups and gradients."""
-        self.scatter = self.gather = self.gathering = self._reduction = self.reduced = None
+        self.scatter = self.gather = self.gathering = self._reduction = self.reduced = self.gradients = None
 
     # --- 1, 2: the reduction ------------------------------------------------------------------------------------------
 
@@ -161,7 +156,7 @@ class Bucket:
         common, probe = self.common, self.common.probe
         # Read now: once the bucket is reduced DDP gives a gradient to parameters that only other ranks used.
         self.used = [param.grad is not None for param in self.params] if common.asks_for_use else None
-        self.reduced = None
+        self.reduced, self.gradients = None, self.buffer
         probe.now.begun.append(perf_counter())
         is_seen = probe.trace is not None or is_profiling()
         try:
@@ -174,9 +169,9 @@ class Bucket:
                 self._reduction = probe.reducing(self.index, lambda: self._by_hook(given, state))
             else:
                 self._reduction = self._by_hook(given, state)
-        except ZerolapError:
-            raise  # already names what failed
         except RuntimeError as error:
+            if isinstance(error, ZerolapError):
+                raise  # already names what failed
             raise CollectiveError(f"the reduction could not be started: {type(error).__name__}: {error}") from error
 
     def _by_hook(self, given: GradBucket, state: object) -> Waiter[Tensor]:
@@ -188,7 +183,7 @@ class Bucket:
         reduction, self._reduction = self._reduction, None
         try:
             if isinstance(reduction, Waiter):
-                self.reduced = reduction.wait(self.common.timeout)
+                self.reduced = self.gradients = reduction.wait(self.common.timeout)
             else:
                 assert reduction is not None, "a reduction is started before it is waited for"
                 assert self.shard_gradients is not None
@@ -260,9 +255,9 @@ class Bucket:
         try:
             side = common.gather_side
             pending = probe.start("gather", self.index, side, self.gather) if is_seen else side.start(self.gather)
-        except ZerolapError:
-            raise  # already names what failed
         except RuntimeError as error:
+            if isinstance(error, ZerolapError):
+                raise  # already names what failed
             where = f"{common.me}, bucket {self.index}"
             raise CollectiveError(f"{where}: the gather could not be started: {error}") from error
         probe.gathered_bytes += pending.sent_bytes
@@ -325,13 +320,24 @@ class Bucket:
                 written |= marks.changed_since(values)
             raise ZerolapError(
                 f"{self.common.me}, bucket {self.index}: parameters were written between their update and the end of their gather, which "
-                f"is lost on some ranks and not on others: {', '.join(self.names_of(written)[:5])}. Reach them through their modules or "
+                f"is lost on some ranks and not on others: {', '.join(self._names_of(written)[:5])}. Reach them through their modules or "
                 "optimizer.param_groups, which wait, or call handle.finish() before you write by references of your own, or use "
                 'gather="eager"'
             )
 
-    def names_of(self, params: Container[Tensor]) -> list[str]:
-        """What to call those of its parameters in a message."""
-        names = self.common.names
-        both = zip(self.places, self.params, strict=True)
+    def _names_of(self, params: Container[Tensor]) -> list[str]:
+        names, both = self.common.names, zip(self.places, self.params, strict=True)
         return [names.get(param, f"parameter {place} of the optimizer") for place, param in both if param in params]
+
+
+def let_gathers_end(buckets: Sequence[Bucket], group: dist.ProcessGroup) -> None:
+    """An engine was dropped, which does not wait: what it still sends goes on, or other ranks would wait for it in vain."""
+
+    def wait(group: dist.ProcessGroup) -> None:
+        with suppress(CollectiveError):  # there is nobody left to tell
+            for pending in gathers:
+                pending.wait()
+
+    gathers = [bucket.gathering for bucket in buckets if bucket.gathering is not None]
+    if gathers:
+        threading.Thread(target=wait, args=(group,), name="zerolap-last-gathers", daemon=True).start()

@@ -21,6 +21,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from time import perf_counter
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -127,6 +128,56 @@ def _change_of(gradient: _Gradient, memory: int) -> str | None:
     before = gradient.in_bucket()
     is_same = grad.dtype is before.dtype and torch.allclose(grad, before, rtol=0, atol=0, equal_nan=True)
     return None if is_same else "changed"
+
+
+class BackwardEnd:
+    """Sees a backward end, after DDP has written gradients: raises what has failed in it, or has the gradients noted."""
+
+    def __init__(self, common: Common) -> None:
+        self._common = common
+        self._task = -1  # the backward whose last callback is ours
+        self._layout: Sequence[Bucket] = ()
+        self._watched: Sequence[Bucket] = ()  # the layout whose gradients are noted
+        self.gradients = GradientWatch()
+
+    def expect(self, layout: Sequence[Bucket]) -> None:
+        """The end of the backward that runs now, whose buckets are those of ``layout``."""
+        self._layout = layout
+        self.gradients.noted = []
+        task = current_graph_task_id()
+        if task in (-1, self._task):
+            return  # a rank that has joined runs hooks without a backward
+        self._task = task
+        # Twice, for DDP queues the callback that waits for our futures and writes gradients after this one.
+        queue_callback(self._let_ddp_finish)
+
+    def forget_gradients(self) -> None:
+        """They would keep memory that DDP has given up."""
+        self._layout = self._watched = ()
+        self.gradients.watch(())
+
+    def _let_ddp_finish(self) -> None:
+        probe = self._common.probe
+        probe.backward_ended_at = perf_counter()
+        if probe.trace is not None:
+            probe.backward_ends(probe.trace)
+        queue_callback(self._note)
+
+    def _note(self) -> None:
+        self._task = -1
+        probe = self._common.probe
+        # DDP has waited, and has given gradients to parameters. That is its own work, so the lane's end counts.
+        start, end = probe.backward_ended_at, min(perf_counter(), probe.lane_ended_at)
+        if start < end:
+            probe.now.blocked.append((start, end))
+        if probe.trace is not None:
+            probe.backward_ended(probe.trace)
+        if self._common.failures.first is not None:
+            self._common.raise_failure()
+        if self._watched is not self._layout:
+            self._watched = self._layout
+            self.gradients.watch(self._layout)
+        self.gradients.note()
 
 
 class Thawed:

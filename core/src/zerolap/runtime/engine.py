@@ -7,26 +7,22 @@ DDP, which waits for them at the end of backward. What fails is kept until then:
 
 from __future__ import annotations
 
-import os
-import threading
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from time import perf_counter
 from typing import Any, TypeVar
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from zerolap._torch import GradBucket, current_graph_task_id, is_profiling, join_config_of, queue_callback
+from zerolap._torch import GradBucket, current_graph_task_id, is_profiling, join_config_of
 from zerolap.backend.lanes import forget_frames
 from zerolap.errors import CollectiveError, IllegalEventError, ZerolapError
-from zerolap.runtime.bucket import Bucket, Update
-from zerolap.runtime.checks import GradientWatch, Rereads, Thawed, refuse_join
+from zerolap.runtime.bucket import Bucket, Update, let_gathers_end
+from zerolap.runtime.checks import BackwardEnd, Rereads, Thawed, refuse_join
 from zerolap.runtime.common import Common, Observer
 from zerolap.runtime.exchange_strategies import ExchangeStrategy
 from zerolap.runtime.migration import migrate
@@ -38,17 +34,6 @@ from zerolap.schedule.machine import AT_ONCE, Action, Agreement, Gather, Machine
 from zerolap.schedule.ownership import early_buckets
 
 T = TypeVar("T")
-
-_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
-
-
-def _note_fork() -> None:
-    """A child has neither the threads nor the connections that its copies of engines rely on."""
-    for engine in list(_engines):
-        engine.common.failures.note_fork()
-
-
-os.register_at_fork(after_in_child=_note_fork)
 
 
 class Engine:
@@ -79,27 +64,20 @@ class Engine:
         self._ddp = weakref.ref(ddp)
         self._agreement = agreement_of(ddp)
         self._on_update = on_update
-        self._gradient_watch = GradientWatch()
+        self._end = BackwardEnd(common)
         self._thawed = Thawed()
         self._rereads = Rereads(ddp.module, common=common, machine=machine)
-        self._ending = -1  # the backward whose last callback is ours
 
         self.layout: list[Bucket] = []  # the buckets that owners were assigned for: by backward's thread
         self._recording = Recording(book, common, update)
-        self._watched: list[Bucket] = []  # the layout whose gradients are watched
         self.at_hand: list[Bucket] = []  # the buckets of this backward: filled by backward's thread, used by the lane
         self.installed: list[Bucket] = []  # by the lane
         self.bucket_of: dict[Tensor, Bucket] = {}  # by the lane; for whoever uses a parameter
-        _engines.add(self)
         self.gradients = ReducedGradients(book, common=common, update=update, machine=machine, buckets=self.at_hand)
-        self._end_later = weakref.finalize(self, _let_end, self.installed, common.group)
+        self._end_later = weakref.finalize(self, let_gathers_end, self.installed, common.group)
         self._end_later.atexit = False
         if common.adapter.capabilities.futures_complete_at_enqueue:
             self._end_later.detach()  # the device ends what it was given
-
-    @property
-    def has_seen_buckets(self) -> bool:
-        return bool(self.layout or self._recording.buckets)
 
     # --- what the hooks and the optimizer call ------------------------------------------------------------------------
 
@@ -115,20 +93,18 @@ class Engine:
             is_last, is_known = bucket.is_last(), self._is_known(index, bucket)
             actions = self.machine.bucket_ready(index, is_last=is_last, is_known=is_known, is_joined=is_joined)
             self._do_at_once(actions, bucket, state)
-            if is_last:
-                self._thawed.refuse()
-                self._watch_gradients()
             if self.machine.phase is Phase.LAYOUT_SEEN:
                 actions += self._compare_layouts(bucket)
+            if is_last:
+                self._thawed.refuse()
+                self._end.expect(self.layout)
         except Exception as error:
-            self.common.failures.note_at(error, f"bucket {index}")
-            self.machine.failed()
-            self.common.close()
+            self._fail(error, f"bucket {index}")
             return self._give_back(bucket)
         future = self.common.lane.submit(partial(self._do_for_bucket, actions, self.at_hand[index]))
         if is_last and is_joined:
             future.wait()  # no backward ends here
-            self._raise_failure()
+            self.common.raise_failure()
         if self._rereads.is_watching or index == 0:
             self._rereads.bucket_ready(bucket)
         return future
@@ -141,16 +117,14 @@ class Engine:
         try:
             if schedule is not Schedule.ON_STEP:
                 actions = self.machine.step_called()
-            self._gradient_watch.refuse_changes(schedule)
+            self._end.gradients.refuse_changes(schedule)
             if self.machine.phase is Phase.REDUCED and not all(each.may_update() for each in self.observers):
                 self.machine.step_skipped()
             elif actions is None:
                 actions = self.machine.step_called()
         except IllegalEventError as error:
-            self.common.failures.note_at(error, "step() after a backward that did not finish")
-            self.machine.failed()
-            self.common.close()
-            self._raise_failure()
+            self._fail(error, "step() after a backward that did not finish")
+            self.common.raise_failure()
         if actions:
             self.common.run_on_lane(partial(self._do, actions), IN_STEP)
 
@@ -159,10 +133,6 @@ class Engine:
         self.wait_for_params()
         self.machine.reschedule(schedule, gather)
         self.common.is_lazy = gather is Gather.LAZY
-
-    def forget_layout(self) -> None:
-        """Assign owners anew at the end of the next backward: the optimizer's parameters have changed."""
-        self.layout = []
 
     def wait_for_params(self) -> None:
         """Return when every parameter has its updated value; on any thread."""
@@ -174,9 +144,10 @@ class Engine:
             self.machine.failed()
             self.common.raise_if_failed()
 
-    def _raise_failure(self) -> None:
-        self.common.failures.raise_untold()
-        self.raise_if_failed()
+    def _fail(self, error: Exception, where: str) -> None:
+        self.common.failures.note_at(error, where)
+        self.machine.failed()
+        self.common.close()
 
     def dispose(self) -> None:
         """Close, and let go of groups and of whatever leads back here: nothing waits for the garbage collector."""
@@ -205,10 +176,8 @@ class Engine:
         probe.num_backwards += 1
         probe.before.append(probe.now)
         probe.now = Times()
-        if len(probe.before) >= MOST_UPDATES:
-            probe.sum_up()
-        if probe.trace is not None:
-            probe.trace.update = probe.num_backwards
+        if probe.trace is not None or len(probe.before) >= MOST_UPDATES:
+            probe.begin_update()
         for observer in self.observers:
             observer.backward_begins()
 
@@ -232,8 +201,7 @@ class Engine:
                 bucket.start_reduce(given, self.default_state if state is None else state)
             elif verb is Verb.RECORD:
                 if index == 0:
-                    self._watched = []
-                    self._gradient_watch.watch(())  # which would keep the memory that DDP has given up
+                    self._end.forget_gradients()
                 self._recording.take(given, before=self.layout)
             elif verb is Verb.ASSIGN:
                 self.strategy.assign(self._recording.buckets)
@@ -253,61 +221,26 @@ class Engine:
     def _give_back(self, bucket: GradBucket) -> Future[Tensor]:
         """A bucket as it came, for DDP to end its backward with. See [Note: failures]."""
         if current_graph_task_id() == -1:
-            self._raise_failure()
-        self._watch_gradients()
+            self.common.raise_failure()
+        self._end.expect(self.layout)
         buffer = bucket.buffer()
         is_on_stream = self.common.adapter.capabilities.futures_complete_at_enqueue
         future: Future[Tensor] = Future(devices=[buffer.device] if is_on_stream else None)
         future.set_result(buffer)
         return future
 
-    def _watch_gradients(self) -> None:
-        """See to it that gradients are noted at the very end of backward, after DDP has written them."""
-        self._gradient_watch.noted = []
-        task = current_graph_task_id()
-        if task in (-1, self._ending):
-            return  # a rank that has joined runs hooks without a backward
-        self._ending = task
-        # Twice, for DDP queues the callback that waits for our futures and writes gradients after this one.
-        queue_callback(self._let_ddp_finish)
-
-    def _let_ddp_finish(self) -> None:
-        probe = self.probe
-        probe.backward_ended_at = perf_counter()
-        if probe.trace is not None:
-            probe.backward_ends(probe.trace)
-        queue_callback(self._end_backward)
-
-    def _end_backward(self) -> None:
-        self._ending = -1
-        probe = self.probe
-        # DDP has waited, and has given gradients to parameters. That is its own work, so the lane's end counts.
-        start, end = probe.backward_ended_at, min(perf_counter(), probe.lane_ended_at)
-        if start < end:
-            probe.now.blocked.append((start, end))
-        if probe.trace is not None:
-            probe.backward_ended(probe.trace)
-        if self.common.failures.first is not None:
-            self._raise_failure()
-        if self._watched is not self.layout:
-            self._watched = self.layout
-            self._gradient_watch.watch(self.layout)
-        self._gradient_watch.note()
-
     # --- on the lane --------------------------------------------------------------------------------------------------
 
     def _do_for_bucket(self, actions: Sequence[Action], bucket: Bucket) -> Tensor:
-        gradients, probe = bucket.buffer, self.probe
         if self.common.failures.first is None:
             try:
                 self._do(actions)
-                gradients = bucket.gradients
             except Exception as error:
                 self.common.failures.note(error)
-        probe.lane_ended_at = perf_counter()
-        if probe.trace is not None:
-            probe.note_lane(probe.trace)
-        return gradients
+        self.probe.lane_ended_at = perf_counter()
+        if self.probe.trace is not None:
+            self.probe.note_lane(self.probe.trace)
+        return bucket.buffer if bucket.gradients is None else bucket.gradients
 
     def _do(self, actions: Sequence[Action]) -> None:
         """Do what may wait; the rest was done when the machine asked for it."""
@@ -397,16 +330,3 @@ def agreement_of(ddp: DistributedDataParallel) -> Agreement:
     if ddp.static_graph:
         return Agreement.PER_LAYOUT
     return Agreement.ALWAYS if ddp.find_unused_parameters else Agreement.NEVER
-
-
-def _let_end(buckets: Sequence[Bucket], group: dist.ProcessGroup) -> None:
-    """An engine was dropped, which does not wait: what it still sends goes on, or other ranks would wait for it in vain."""
-
-    def wait(group: dist.ProcessGroup) -> None:
-        with suppress(CollectiveError):  # there is nobody left to tell
-            for pending in gathers:
-                pending.wait()
-
-    gathers = [bucket.gathering for bucket in buckets if bucket.gathering is not None]
-    if gathers:
-        threading.Thread(target=wait, args=(group,), name="zerolap-last-gathers", daemon=True).start()

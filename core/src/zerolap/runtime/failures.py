@@ -8,11 +8,25 @@ backward, the failure is raised to whoever called it. Any thread may note one; t
 
 from __future__ import annotations
 
+import os
+import weakref
+
 import torch.distributed as dist
 
 from zerolap.errors import CollectiveError, ZerolapError, forked
 from zerolap.runtime.failure_report import LastWords, Words
 from zerolap.runtime.probe import Probe
+
+_all: weakref.WeakSet[Failures] = weakref.WeakSet()
+
+
+def _note_fork() -> None:
+    """A child has neither the threads nor the connections that its copies of engines rely on."""
+    for failures in list(_all):
+        failures.first, failures.is_forked = forked(), True
+
+
+os.register_at_fork(after_in_child=_note_fork)
 
 
 class Failures:
@@ -25,9 +39,7 @@ class Failures:
         self._me = me
         self._probe = probe  # which counts how far this rank has come
         self._last_words = LastWords(group)
-
-    def note_fork(self) -> None:
-        self.first, self.is_forked = forked(), True
+        _all.add(self)
 
     def note_at(self, error: Exception, where: str) -> None:
         """Note what has failed on the training thread, and where."""

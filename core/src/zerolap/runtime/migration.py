@@ -69,7 +69,13 @@ class _Migration:
         book.locals[0].inherit(older)
         if outside:
             self._bring(outside, book.locals)
-        num_moves = max(1, min(_NUM_MOVES, sum(bucket.num_bytes for bucket in self._buckets) // _LEAST_MOVED_BYTES))
+        num_moves = max(
+            1,
+            min(
+                _NUM_MOVES,
+                sum(param.nbytes for bucket in self._buckets for param in bucket.params) // _LEAST_MOVED_BYTES,
+            ),
+        )
         at_once = max(1, -(-len(self._buckets) // num_moves))
         for first in range(0, len(self._buckets), at_once):
             arriving: list[LocalOptimizer] = []

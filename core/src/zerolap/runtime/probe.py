@@ -103,6 +103,13 @@ class Probe:
         self.sum_up()
         return self._communication + _communication(self.now)
 
+    def begin_update(self) -> None:
+        """A backward begins that a recorder wants to know of, or before which there were many."""
+        if self.trace is not None:
+            self.trace.update = self.num_backwards
+        if len(self.before) >= MOST_UPDATES:
+            self.sum_up()
+
     def sum_up(self) -> None:
         """Keep no more than their sums of the updates that are over."""
         over, self.before = self.before, []
