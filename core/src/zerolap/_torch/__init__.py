@@ -1,0 +1,219 @@
+"""The one seam to torch's private names: every one that is used has a plain name here, and a row in the table of ``names``.
+
+Nothing else in the packages touches a private name, which ``ci/check_private_names.py`` sees to. What is called often is torch's own
+function under another name, or an ``attrgetter``, and costs no Python frame. What differs between versions of torch is decided here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from types import CodeType
+from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from zerolap._torch.lookup import reader, text, used, variable, writer
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Backend as Backend
+    from torch._C._distributed_c10d import GradBucket as GradBucket
+    from torch._C._distributed_c10d import PrefixStore as PrefixStore
+    from torch._C._distributed_c10d import Store as Store
+    from torch._C._distributed_c10d import _DistributedBackendOptions as BackendOptions
+else:
+    from torch.distributed import GradBucket, PrefixStore, Store  # public, but not to type checkers
+
+    Backend = used("torch._C._distributed_c10d.Backend")
+    BackendOptions = used("torch._C._distributed_c10d._DistributedBackendOptions")
+
+__all__ = ["Backend", "BackendOptions", "GradBucket", "PrefixStore", "Store"]
+
+# --- tensors ----------------------------------------------------------------------------------------------------------
+
+foreach_copy_: Callable[[Sequence[Tensor], Sequence[Tensor]], None] = used("torch._foreach_copy_")
+foreach_zero_: Callable[[Sequence[Tensor]], None] = used("torch._foreach_zero_")
+unscale_and_find_nonfinite_: Callable[[Sequence[Tensor], Tensor, Tensor], None] = used(
+    "torch._amp_foreach_non_finite_check_and_unscale_"
+)
+version_of: Callable[[Tensor], int] = reader("torch.Tensor._version")
+make_wrapper_subclass: Callable[..., Any] = used("torch.Tensor._make_wrapper_subclass")
+is_traceable_wrapper_subclass: Callable[[object], bool] = used(
+    "torch.utils._python_dispatch.is_traceable_wrapper_subclass"
+)
+
+# --- backward ---------------------------------------------------------------------------------------------------------
+
+current_graph_task_id: Callable[[], int] = used("torch._C._current_graph_task_id")  # -1 outside of a backward
+queue_callback: Callable[[Callable[[], object]], None] = used(
+    "torch.autograd.Variable._execution_engine.queue_callback"
+)
+RUN_BACKWARD = text("torch.autograd.graph._engine_run_backward")  # the function's name, in a stack
+
+# --- the profiler -----------------------------------------------------------------------------------------------------
+
+is_profiling: Callable[[], bool] = variable("torch.autograd.profiler._is_profiler_enabled")
+
+# --- modules and compilation ------------------------------------------------------------------------------------------
+
+parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = reader("torch.nn.Module._parameters")
+set_parameters: Callable[[nn.Module, dict[str, nn.Parameter | None]], None] = writer("torch.nn.Module._parameters")
+_children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = reader("torch.nn.Module._modules")
+_compiled_call_of: Callable[[nn.Module], Callable[..., Any] | None] = reader("torch.nn.Module._compiled_call_impl")
+_ORIGINAL = text("torch._dynamo.eval_frame.OptimizedModule._orig_mod")
+_COMPILE_WRAPPER = text("torch._dynamo.eval_frame.compile_wrapper")
+COMPILER_MODULES = ("torch._dynamo", "torch._inductor.config")  # to be imported ahead, by who has time for it
+
+
+def is_compiled_module(module: nn.Module) -> bool:
+    """Whether torch.compile has made it, or ``module.compile()`` was called."""
+    return _compiled_call_of(module) is not None or _ORIGINAL in _children_of(module)
+
+
+def original_of(compiled: object) -> object:
+    """What torch.compile was given to make this; None if it did not make it."""
+    return getattr(compiled, _ORIGINAL, None)
+
+
+def is_compile_wrapper(code: CodeType) -> bool:
+    """Whether this is the function through which torch.compile calls what it has made."""
+    from torch._dynamo import eval_frame  # takes a second, if nothing was compiled yet
+
+    return code.co_filename == eval_frame.__file__ and _COMPILE_WRAPPER in code.co_name
+
+
+# --- optimizers -------------------------------------------------------------------------------------------------------
+
+step_hooks_of: Callable[[Optimizer], tuple[dict[int, Any], dict[int, Any]]] = reader(  # before a step, and after it
+    "torch.optim.Optimizer._optimizer_step_pre_hooks", "torch.optim.Optimizer._optimizer_step_post_hooks"
+)
+set_step_called: Callable[[Optimizer, bool], None] = writer("torch.optim.Optimizer._opt_called")
+devices_with_fused_kernels: Callable[[], list[str]] = used(
+    "torch.utils._foreach_utils._get_fused_kernels_supported_devices"
+)
+_IN_BACKWARD = text("torch.Tensor._in_backward_optimizers")
+
+
+def is_updated_in_backward(param: Tensor) -> bool:
+    """Whether torch applies an optimizer of its own to the parameter in backward."""
+    return hasattr(param, _IN_BACKWARD)
+
+
+# --- DDP --------------------------------------------------------------------------------------------------------------
+
+join_config_of: Callable[[object], Any] = reader("torch.distributed.algorithms.join.Joinable._join_config")
+has_python_reducer: Callable[[DistributedDataParallel], bool] = reader(
+    "torch.nn.parallel.DistributedDataParallel._use_python_reducer"
+)
+logging_data_of: Callable[[DistributedDataParallel], dict[str, Any]] = used(
+    "torch.nn.parallel.DistributedDataParallel._get_ddp_logging_data"
+)
+_remove_autograd_hooks: Callable[[Any], None] = used("torch.distributed.Reducer._remove_autograd_hooks")
+_register_comm_hook: Callable[[Any, object, Callable[..., Any]], None] = used(
+    "torch._C._distributed_c10d._register_comm_hook"
+)
+_REBUCKETING = (
+    text("torch.nn.parallel.DistributedDataParallel._bucket_config"),
+    text("torch.nn.parallel.DistributedDataParallel._ddp_init_helper"),
+    text("torch.nn.parallel.DistributedDataParallel._build_params_for_reducer"),
+    text("torch.nn.parallel.DistributedDataParallel._build_debug_param_to_name_mapping"),
+    text("torch.nn.parallel.DistributedDataParallel._comm_hooks"),
+)
+
+
+def can_rebucket(ddp: DistributedDataParallel) -> bool:
+    """Whether this torch's DDP can be given other buckets; it has no public way, but one of its own, used after unpickling."""
+    return all(hasattr(ddp, name) for name in _REBUCKETING)
+
+
+def rebucket(ddp: Any, *, cap: int, first_cap: int) -> None:
+    """Give DDP buckets of at most ``cap`` bytes, as if it had been made with them; between two iterations."""
+    ddp._bucket_config = dataclasses.replace(ddp._bucket_config, bucket_bytes_cap=cap, first_bucket_bytes_cap=first_cap)
+    ddp.bucket_bytes_cap = cap
+    params, are_sparse = ddp._build_params_for_reducer()
+    _remove_autograd_hooks(ddp.reducer)
+    ddp._ddp_init_helper(params, are_sparse, ddp._build_debug_param_to_name_mapping(params), ddp.static_graph)
+    for hook, state in ddp._comm_hooks:
+        _register_comm_hook(ddp.reducer, state, hook)
+
+
+# --- process groups ---------------------------------------------------------------------------------------------------
+
+device_types_of: Callable[[dist.ProcessGroup], list[torch.device]] = reader(
+    "torch.distributed.ProcessGroup._device_types"
+)
+device_for_objects: Callable[[dist.ProcessGroup], str | torch.device] = used(
+    "torch.distributed.distributed_c10d._get_object_coll_device"
+)
+# Of the group that they are called with: reduce_scatter_of(group)(received, sent, options).
+reduce_scatter_of: Callable[[dist.ProcessGroup], Callable[..., dist.Work]] = reader(
+    "torch.distributed.ProcessGroup._reduce_scatter_base"
+)
+all_gather_of: Callable[[dist.ProcessGroup], Callable[..., dist.Work]] = reader(
+    "torch.distributed.ProcessGroup._allgather_base"
+)
+set_timeout: Callable[[object, timedelta], None] = writer("torch._C._distributed_c10d.Backend.Options._timeout")
+_timeout_in: Callable[[Any], timedelta] = reader("torch._C._distributed_c10d.Backend.Options._timeout")
+_backend_of: Callable[[dist.ProcessGroup, torch.device], Any] = used("torch.distributed.ProcessGroup._get_backend")
+_set_default_backend: Callable[[dist.ProcessGroup, Any], None] = used(
+    "torch.distributed.ProcessGroup._set_default_backend"
+)
+_register_backend: Callable[[dist.ProcessGroup, torch.device, Any, Backend], None] = used(
+    "torch.distributed.ProcessGroup._register_backend"
+)
+_set_group_name: Callable[[dist.ProcessGroup, str], None] = used("torch.distributed.ProcessGroup._set_group_name")
+_plugins_of: Callable[[type[dist.Backend]], dict[str, Any]] = reader("torch.distributed.Backend._plugins")
+_store_of_registered: Callable[[dist.ProcessGroup], Store] = used(
+    "torch.distributed.distributed_c10d._get_process_group_store"
+)
+_stores: WeakKeyDictionary[dist.ProcessGroup, Store] = WeakKeyDictionary()  # of groups that torch does not know
+
+
+def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """How long a collective of the group may take; AttributeError if its backend does not tell. The setter is public."""
+    return _timeout_in(_backend_of(group, device).options)
+
+
+def registered_backend(name: str) -> Any | None:
+    """What ``Backend.register_backend`` was given under this name."""
+    return _plugins_of(dist.Backend).get(name.upper())
+
+
+def group_around(
+    backend: Backend, *, store: Store, rank: int, size: int, kind: Any, device: torch.device, name: str
+) -> dist.ProcessGroup:
+    """A process group that is not registered with torch."""
+    group = dist.ProcessGroup(store, rank, size)
+    _set_default_backend(group, kind)
+    _register_backend(group, device, kind, backend)
+    _set_group_name(group, name)
+    if not hasattr(dist.ProcessGroup, "get_group_store"):
+        _stores[group] = store
+    return group
+
+
+# torch 2.8 lacks the following two.
+
+
+def store_of(group: dist.ProcessGroup) -> Store:
+    """The store that a group was made with."""
+    if hasattr(dist.ProcessGroup, "get_group_store"):
+        return group.get_group_store()
+    return _stores[group] if group in _stores else _store_of_registered(group)
+
+
+def group_name(name: str) -> dist.GroupName:
+    """A name as groups have it: a type of its own, where torch has one."""
+    return dist.GroupName(name) if hasattr(dist, "GroupName") else cast("dist.GroupName", name)
+
+
+# --- a device type of one's own ---------------------------------------------------------------------------------------
+
+spare_device_name: Callable[[], str] = used("torch._C._get_privateuse1_backend_name")
+register_device_module: Callable[[str, object], None] = used("torch._register_device_module")
