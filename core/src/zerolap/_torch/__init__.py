@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import CodeType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,13 +27,15 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import PrefixStore as PrefixStore
     from torch._C._distributed_c10d import Store as Store
     from torch._C._distributed_c10d import _DistributedBackendOptions as BackendOptions
+    from torch.distributed import GroupName as GroupName
 else:
     from torch.distributed import GradBucket, PrefixStore, Store  # public, but not to type checkers
 
+    GroupName = getattr(dist, text("torch.distributed.GroupName"), str)
     Backend = used("torch._C._distributed_c10d.Backend")
     BackendOptions = used("torch._C._distributed_c10d._DistributedBackendOptions")
 
-__all__ = ["Backend", "BackendOptions", "GradBucket", "PrefixStore", "Store"]
+__all__ = ["Backend", "BackendOptions", "GradBucket", "GroupName", "PrefixStore", "Store"]
 
 # --- tensors ----------------------------------------------------------------------------------------------------------
 
@@ -172,7 +174,8 @@ _plugins_of: Callable[[type[dist.Backend]], dict[str, Any]] = reader("torch.dist
 _store_of_registered: Callable[[dist.ProcessGroup], Store] = used(
     "torch.distributed.distributed_c10d._get_process_group_store"
 )
-_stores: WeakKeyDictionary[dist.ProcessGroup, Store] = WeakKeyDictionary()  # of groups that torch does not know
+_GET_STORE = text("torch.distributed.ProcessGroup.get_group_store")
+_stores: WeakKeyDictionary[dist.ProcessGroup, Store] = WeakKeyDictionary()  # of our own groups, where torch cannot tell
 
 
 def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
@@ -193,24 +196,16 @@ def group_around(
     _set_default_backend(group, kind)
     _register_backend(group, device, kind, backend)
     _set_group_name(group, name)
-    if not hasattr(dist.ProcessGroup, "get_group_store"):
+    if not hasattr(dist.ProcessGroup, _GET_STORE):
         _stores[group] = store
     return group
 
 
-# torch 2.8 lacks the following two.
-
-
 def store_of(group: dist.ProcessGroup) -> Store:
     """The store that a group was made with."""
-    if hasattr(dist.ProcessGroup, "get_group_store"):
+    if hasattr(dist.ProcessGroup, _GET_STORE):
         return group.get_group_store()
     return _stores[group] if group in _stores else _store_of_registered(group)
-
-
-def group_name(name: str) -> dist.GroupName:
-    """A name as groups have it: a type of its own, where torch has one."""
-    return dist.GroupName(name) if hasattr(dist, "GroupName") else cast("dist.GroupName", name)
 
 
 # --- a device type of one's own ---------------------------------------------------------------------------------------

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 else:
     StorageInfo = used("torch.distributed.checkpoint.filesystem._StorageInfo")
 
+__all__ = ["StorageInfo", "narrow_tensor_by_index", "set_element"]
+
 set_element: Callable[[dict[str, Any], tuple[str | int, ...], object], None] = used(
     "torch.distributed.checkpoint._traverse.set_element"
 )

@@ -15,6 +15,7 @@ class Kind(Enum):
 
     USED = "used"  # called or read, by the seam alone
     OVERRIDDEN = "defined by zerolap"  # torch calls or reads ours
+    RECENT = "public, but not in all versions"  # the seam has something else where it is missing
     IN_FILES = "known by its spelling"  # torch writes it to files, which are read without importing it
 
 
@@ -55,7 +56,7 @@ _TENSORS = (
     PrivateName(
         "torch.Tensor._version",
         "tells whether a tensor was written to since",
-        "writes to gradients and to parameters on their way go unnoticed, so they are not allowed to be",
+        "changes of gradients, and of parameters on their way, cannot be noticed, so no update is made",
     ),
     PrivateName(
         "torch.Tensor._make_wrapper_subclass",
@@ -88,7 +89,7 @@ _BACKWARD = (
     PrivateName(
         "torch.autograd.profiler._is_profiler_enabled",
         "tells whether a profiler runs, which then gets labels",
-        "whether to label is not known, so nothing is started",
+        "whether it wants labels is not known, so no update is made",
     ),
 )
 
@@ -237,6 +238,18 @@ _GROUPS = (
         "torch.distributed.distributed_c10d._get_object_coll_device",
         "tells on which device a group exchanges plain data",
         "ranks cannot compare anything, so no optimizer can be made",
+    ),
+    PrivateName(
+        f"{_GROUP}.get_group_store",
+        "is the store that a group was made with",
+        "torch 2.8 has a private function instead, the next one",
+        kind=Kind.RECENT,
+    ),
+    PrivateName(
+        "torch.distributed.GroupName",
+        "is the type of a group's name",
+        "in torch 2.8 it is a str",
+        kind=Kind.RECENT,
     ),
     PrivateName(
         "torch.distributed.distributed_c10d._get_process_group_store",

@@ -15,10 +15,10 @@ from zerolap._public import public
 from zerolap._torch import (
     Backend,
     BackendOptions,
+    GroupName,
     PrefixStore,
     Store,
     group_around,
-    group_name,
     group_timeout,
     registered_backend,
     store_of,
@@ -58,7 +58,7 @@ class GroupSpec:
     rank: GroupRank
     global_ranks: list[int]
     timeout: timedelta
-    name: dist.GroupName
+    name: GroupName
 
     @property
     def size(self) -> int:
@@ -118,7 +118,7 @@ class Adapter:
             rank=GroupRank(like.rank()),
             global_ranks=dist.get_process_group_ranks(like),
             timeout=self.timeout(like),
-            name=group_name(name),
+            name=GroupName(name),
         )
         kind = dist.Backend.backend_type_map.get(self.backend, dist.ProcessGroup.BackendType.CUSTOM)
         return group_around(
