@@ -24,9 +24,10 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).parent.parent
-BASE = ROOT / "core/src/zerolap/stream.py"
+BASE = ROOT / "core/src/zerolap/backend/streams.py"
 TORCH = Path(torch.__file__).parent
 STUB = TORCH / "_C/_distributed_c10d.pyi"
+SETTERS = {"set_timeout": "_timeout"}  # functions of zerolap._torch that set an attribute of what they are given
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,11 @@ def uses_of(source: str, root: str) -> set[Use]:
             if name.startswith(f"{root}."):
                 made_by[node.targets[0].id] = name
     called = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    for call in called.values():
+        match call:
+            case ast.Call(func=ast.Name(id=setter), args=[ast.Name(id=target), *_]) if target in made_by:
+                if setter in SETTERS:
+                    found.add(Use(f"{made_by[target]}.{SETTERS[setter]}"))
     for node in ast.walk(tree):
         if not isinstance(node, ast.Attribute):
             continue
@@ -222,7 +228,7 @@ def check_npu(source: str, folder: Path, findings: Findings) -> None:
         )
         options = function.args.args[0].arg
         wanted = {u.name.partition(".")[2] for u in uses_of(ast.unparse(function), options)}
-        given = {u.name.partition(".")[2] for u in uses_of((BASE.parent / "adapter.py").read_text(), "options")}
+        given = {u.name.partition(".")[2] for u in uses_of((BASE.parent / "base.py").read_text(), "options")}
         for name in sorted(wanted):
             findings.note(f"torch_npu's maker of HCCL backends is given {name}", name in given)
     library = (folder / "torch_npu/lib/libtorch_npu.so").read_bytes()

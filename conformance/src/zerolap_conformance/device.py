@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zerolap import Adapter, Capabilities
+from zerolap._torch import devices_with_fused_kernels
 from zerolap_conformance.requirements import NotDeclaredError, requirement
 from zerolap_conformance.support import busy, device_of, expect, expect_equal, own_group
 
@@ -92,7 +93,7 @@ def cuts_exactly(adapter: Adapter) -> None:
         "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.01),
         "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01),
     }
-    if device.type in torch.utils._foreach_utils._get_fused_kernels_supported_devices():
+    if device.type in devices_with_fused_kernels():
         makers["fused SGD"] = lambda params: torch.optim.SGD(
             params, lr=0.1, momentum=0.9, weight_decay=0.01, fused=True
         )

@@ -7,11 +7,11 @@ import time
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 import zerolap
 from zerolap import Adapter
+from zerolap._torch import GradBucket
 from zerolap_conformance.requirements import requirement
 from zerolap_conformance.support import device_of
 

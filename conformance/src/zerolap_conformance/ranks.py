@@ -22,13 +22,13 @@ import torch
 import torch.distributed as dist
 
 from zerolap import Adapter, load_adapter
+from zerolap._torch import COMPILER_MODULES
 
 # A fork server has imported what takes long, and started no threads: a rank is there in milliseconds, and starts clean.
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(
     [
-        "torch._dynamo",  # an optimizer's first step imports it, in a second
-        "torch._inductor.config",
+        *COMPILER_MODULES,  # an optimizer's first step imports them, in a second
         "torch.distributed.checkpoint",
         "torch.distributed.optim",
         "torch.nn.parallel",

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zerolap
 from zerolap import Adapter
+from zerolap._torch import store_of
 from zerolap_conformance.overlap import BUCKET_MB, Model, _attached, _compare, _iterate
 from zerolap_conformance.requirements import requirement
 from zerolap_conformance.support import device_of, world
@@ -62,7 +63,7 @@ def ends_together(adapter: Adapter) -> None:
 
 def _meet_by_store(seconds: float) -> None:
     """Wait until all ranks are here, by the store: nothing else may work any more, and some come later than others."""
-    store, deadline = world().get_group_store(), time.monotonic() + seconds
+    store, deadline = store_of(world()), time.monotonic() + seconds
     store.add("conformance-over", 1)
     while store.add("conformance-over", 0) < dist.get_world_size():
         assert time.monotonic() < deadline, "another rank did not end"

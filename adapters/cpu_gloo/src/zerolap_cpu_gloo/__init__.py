@@ -6,9 +6,9 @@ import ctypes
 
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Backend
 
 from zerolap import Adapter, Capabilities, GroupSpec, Lane, Parts, Pending, ThreadLane, Waitable
+from zerolap._torch import Backend
 from zerolap_cpu_gloo.arena import Arena, open_arena
 from zerolap_cpu_gloo.exchange import (
     Inbox,

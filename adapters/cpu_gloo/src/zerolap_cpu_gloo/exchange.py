@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerolap import Parts, Waitable
+from zerolap._torch import foreach_copy_
 from zerolap_cpu_gloo.arena import ALIGNMENT, LETTER_BYTES, Arena, Delivery, Letter
 from zerolap_cpu_gloo.ring import Ring
 
@@ -276,7 +277,7 @@ def gather_in_stages(parts: Parts, stages: Sequence[Stage], *, tag: int, arena: 
         for works in start_gather_stage(blocks, stage, tag=tag, arena=arena):
             wait_for_all(works)
     if parts.whole is None:
-        torch._foreach_copy_(parts.tensors, [whole[a:b] for a, b in pairwise(ends)])
+        foreach_copy_(parts.tensors, [whole[a:b] for a, b in pairwise(ends)])
 
 
 def wait_for_all(works: Sequence[Waitable]) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Backend
 
 from zerolap import Capabilities, GroupSpec, StreamAdapter
+from zerolap._torch import Backend, set_timeout
 
 __all__ = ["CudaNcclAdapter"]
 
@@ -28,7 +28,7 @@ class CudaNcclAdapter(StreamAdapter):
         if self.backend != "nccl":  # a stand-in
             return super().make_backend(spec)
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        options._timeout = spec.timeout
+        set_timeout(options, spec.timeout)
         options.group_name = spec.name
         options.global_ranks_in_group = spec.global_ranks
         return dist.ProcessGroupNCCL(spec.store, spec.rank, spec.size, options)

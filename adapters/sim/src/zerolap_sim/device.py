@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from zerolap._torch import spare_device_name
 from zerolap_sim import _extension
 
 _initialized = True  # checkpointing asks for this before it saves the generator's state
@@ -18,7 +19,7 @@ is_autocast_available = True
 
 
 def _type() -> str:
-    return torch._C._get_privateuse1_backend_name()
+    return spare_device_name()
 
 
 def _index(device: torch.device | str | int | None) -> int:

@@ -10,9 +10,9 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Backend, PrefixStore, Store
 from torch.utils import backend_registration
 
+from zerolap._torch import Backend, PrefixStore, Store, register_device_module, spare_device_name
 from zerolap_sim import build
 from zerolap_sim.reports import Access, Report
 
@@ -58,7 +58,7 @@ def install(name: str = "sim", backend: str = "simccl", *, num_devices: int | No
             f"cannot become {name!r} with {backend!r}: torch allows one name per process; use a process of its own"
         )
     if _installed is None:
-        taken = torch._C._get_privateuse1_backend_name()
+        taken = spare_device_name()
         if taken not in ("privateuseone", name):
             raise RuntimeError(f"torch's spare device type is already taken in this process, by {taken!r}")
         build.load()
@@ -68,7 +68,7 @@ def install(name: str = "sim", backend: str = "simccl", *, num_devices: int | No
         backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
         from zerolap_sim import device, hand_over
 
-        torch._register_device_module(name, device)  # type: ignore[no-untyped-call]  # torch gives it no types
+        register_device_module(name, device)
         dist.Backend.register_backend(backend, make_backend, devices=[name])
         hand_over.watch_conditions()
         _installed = (name, backend)

@@ -6,9 +6,9 @@ import importlib.util
 import os
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Backend
 
 from zerolap import Capabilities, GroupSpec, StreamAdapter
+from zerolap._torch import Backend, set_timeout
 
 __all__ = ["XpuAdapter"]
 
@@ -45,7 +45,7 @@ class XpuAdapter(StreamAdapter):
         if self.backend != "xccl":
             return super().make_backend(spec)
         options = dist.ProcessGroupXCCL.Options()
-        options._timeout = spec.timeout
+        set_timeout(options, spec.timeout)
         options.group_name = spec.name
         options.global_ranks_in_group = spec.global_ranks
         return dist.ProcessGroupXCCL(spec.store, spec.rank, spec.size, options)

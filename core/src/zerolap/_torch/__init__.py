@@ -95,7 +95,7 @@ def is_compile_wrapper(code: CodeType) -> bool:
 step_hooks_of: Callable[[Optimizer], tuple[dict[int, Any], dict[int, Any]]] = reader(  # before a step, and after it
     "torch.optim.Optimizer._optimizer_step_pre_hooks", "torch.optim.Optimizer._optimizer_step_post_hooks"
 )
-set_step_called: Callable[[Optimizer, bool], None] = writer("torch.optim.Optimizer._opt_called")
+STEP_CALLED = text("torch.optim.Optimizer._opt_called")  # an attribute of objects
 devices_with_fused_kernels: Callable[[], list[str]] = used(
     "torch.utils._foreach_utils._get_fused_kernels_supported_devices"
 )

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from zerolap._torch import PrefixStore
+from zerolap._torch import PrefixStore, has_python_reducer, is_updated_in_backward, logging_data_of, store_of
 from zerolap.api.optimizer import ZeroRedundancyOptimizer
 from zerolap.api.preflight import check_kinds, meeting_group
 from zerolap.backend.base import Adapter
@@ -72,8 +72,7 @@ def connect_ranks(
     chosen: Adapter = refuse_together(check, group=group, what=what)
     zero._compare_with_other_ranks()  # once more: options may have been changed since
     mine = [chosen.name, *wanted, ddp.find_unused_parameters, ddp.static_graph, f"debug={','.join(modes)}"]
-    layout: dict[str, Any] = ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]  # torch gives it no types
-    mine.append(f"buckets of {layout.get('bucket_sizes')} bytes")
+    mine.append(f"buckets of {logging_data_of(ddp).get('bucket_sizes')} bytes")
     said = all_gather_json([uuid.uuid4().hex, mine], group=group, what="comparing hooks between ranks")
     name, first = said[0]
     for rank, (_, theirs) in enumerate(said):
@@ -81,13 +80,13 @@ def connect_ranks(
             raise ValueError(f"the hooks of group ranks 0 and {rank} differ: {first} and {theirs}")
 
     if "order" in modes:
-        store = PrefixStore(f"zerolap-{name}-order", group.get_group_store())
+        store = PrefixStore(f"zerolap-{name}-order", store_of(group))
         chosen = with_checked_order(chosen, store=store)
 
     def open_and_connect() -> T:
         groups = []
         if group.rank() == 0:
-            undo.callback(forget_keys, group.get_group_store(), f"zerolap-{name}-")
+            undo.callback(forget_keys, store_of(group), f"zerolap-{name}-")
         for i in range(num_groups):
             groups.append(chosen.open_group(group, name=f"zerolap-{name}-{i}"))
             undo.callback(chosen.close_group, groups[-1])
@@ -146,7 +145,7 @@ def start_engine(
     undo.callback(engine.dispose)
     if zero.rank == 0:
         prefix = engine.run_name.rpartition("-")[0]
-        forget = weakref.finalize(engine, forget_keys, zero.process_group.get_group_store(), prefix)
+        forget = weakref.finalize(engine, forget_keys, store_of(zero.process_group), prefix)
         forget.atexit = False
     return engine
 
@@ -177,7 +176,7 @@ def _check(ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer) -> None:
         raise ValueError("DDP's mixed_precision swaps parameters during backward; use torch.autocast instead")
     if ddp.skip_all_reduce_unused_params:
         raise ValueError("skip_all_reduce_unused_params=True hides buckets from hooks; leave it False")
-    if ddp._use_python_reducer:
+    if has_python_reducer(ddp):
         raise ValueError("DDP's Python reducer (compiled autograd) does not run hooks in backward; use the default one")
     if any(isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse for m in ddp.module.modules()):
         raise ValueError("sparse gradients cannot be updated inside backward; use sparse=False")
@@ -188,5 +187,5 @@ def _check(ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer) -> None:
             f"trainable parameters {strangers[:10]} of the optimizer ({len(strangers)} in all) are not reduced by this DDP; "
             "make the optimizer from ddp.parameters() of the same DDP"
         )
-    if any(hasattr(p, "_in_backward_optimizers") for p in zero._all_params):
+    if any(is_updated_in_backward(p) for p in zero._all_params):
         raise ValueError("a parameter has another optimizer applied in backward; use one or the other")

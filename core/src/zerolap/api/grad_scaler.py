@@ -18,7 +18,7 @@ class GradScaler(torch.amp.GradScaler):
     """torch's loss scaler for shards: unscales the mean gradients of ``on_step``, and all ranks find the same infinities."""
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        gradients = _gradients_of(optimizer) if self._enabled else None
+        gradients = _gradients_of(optimizer) if self.is_enabled() else None
         if gradients is not None and not gradients.is_unscaled:
             self.unscale_(optimizer)
         return super().step(optimizer, *args, **kwargs)

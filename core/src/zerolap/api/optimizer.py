@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import LBFGS, Optimizer, SparseAdam
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zerolap._logging import logger_of
 from zerolap._public import public
+from zerolap._torch import STEP_CALLED, foreach_zero_, is_traceable_wrapper_subclass, join_config_of
 from zerolap.api.preflight import called_together, meeting_group
 from zerolap.errors import CollectiveError, ZerolapError, forked
 from zerolap.runtime.exchange import all_gather_json, move_states, refuse_together
@@ -212,7 +212,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                     grad.detach_()
                 kept.append(grad)
         if kept:
-            torch._foreach_zero_(kept)
+            foreach_zero_(kept)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -440,7 +440,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             if updated is not None:
                 updated._is_untouched = False
                 # LR schedulers warn if step() was not called; backward was this optimizer's step.
-                updated._opt_called = True
+                vars(updated)[STEP_CALLED] = True
 
         return note
 
@@ -468,7 +468,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             raise TypeError(
                 f"step() takes no options under overlap, where updates happen in backward: {sorted(kwargs)}"
             )
-        if self._join_config.enable and self._join_config.is_first_joinable:
+        join = join_config_of(self)
+        if join.enable and join.is_first_joinable:
             raise RuntimeError("under overlap give DDP to Join before the optimizer: Join([ddp, optimizer])")
         loss = None
         if closure is not None:

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from zerolap._torch import original_of
 from zerolap.runtime.exchange import refuse_together
 
 P = ParamSpec("P")
@@ -101,7 +102,7 @@ def _check_ddp(ddp: object) -> None:
     kinds = {kind.__name__ for kind in type(ddp).__mro__}
     if kinds & {"FSDPModule", "FullyShardedDataParallel"}:
         what = "FSDP shards parameters and optimizer by itself; use one or the other"
-    elif isinstance(getattr(ddp, "_orig_mod", None), DistributedDataParallel):
+    elif isinstance(original_of(ddp), DistributedDataParallel):
         what = "give the DDP that was compiled, before it is compiled"
     elif isinstance(ddp, type) or not isinstance(ddp, nn.Module):
         what = "make one: DistributedDataParallel(model)"

@@ -8,7 +8,6 @@ well as the first, the best way of each is tried once more: what takes only seco
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 from collections.abc import Callable, Generator, Sequence
 from contextlib import nullcontext
@@ -17,10 +16,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import _register_comm_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from zerolap._logging import logger_of
+from zerolap._torch import can_rebucket, rebucket
 from zerolap.backend.base import Adapter, Moment
 from zerolap.forecast.bucket_sizes import Profile, agree, profile, seconds_by_size
 from zerolap.forecast.workload import Param, Workload
@@ -283,28 +282,10 @@ def _is_called_by_compiled() -> bool:
 
 
 def _can_rebucket(ddp: DistributedDataParallel) -> bool:
-    """Whether this torch's DDP can be given other buckets; it has no public way, but one of its own, used after unpickling.
-
-    One with a static graph learns the graph in its first backward, which then must not be one without synchronisation.
-    """
-    needed = (
-        "_bucket_config",
-        "_ddp_init_helper",
-        "_build_params_for_reducer",
-        "_build_debug_param_to_name_mapping",
-        "_comm_hooks",
-    )
-    return all(hasattr(ddp, name) for name in needed) and not ddp.bucket_bytes_cap_list and not ddp.static_graph
+    """Not with a static graph: that is learned in the first backward, which then must not be one without synchronisation."""
+    return can_rebucket(ddp) and not ddp.bucket_bytes_cap_list and not ddp.static_graph
 
 
-def _rebucket(ddp: Any, bucket_mb: float) -> None:
-    """Give DDP buckets of another size, as if it had been made with them; between two iterations."""
+def _rebucket(ddp: DistributedDataParallel, bucket_mb: float) -> None:
     cap = int(bucket_mb * _MB)
-    first = min(cap, int(_FIRST_BUCKET_MB * _MB))
-    ddp._bucket_config = dataclasses.replace(ddp._bucket_config, bucket_bytes_cap=cap, first_bucket_bytes_cap=first)
-    ddp.bucket_bytes_cap = cap
-    params, are_sparse = ddp._build_params_for_reducer()
-    ddp.reducer._remove_autograd_hooks()
-    ddp._ddp_init_helper(params, are_sparse, ddp._build_debug_param_to_name_mapping(params), ddp.static_graph)
-    for hook, state in ddp._comm_hooks:
-        _register_comm_hook(ddp.reducer, state, hook)
+    rebucket(ddp, cap=cap, first_cap=min(cap, int(_FIRST_BUCKET_MB * _MB)))

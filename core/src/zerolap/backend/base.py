@@ -10,9 +10,19 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Backend, PrefixStore, Store, _DistributedBackendOptions
 
 from zerolap._public import public
+from zerolap._torch import (
+    Backend,
+    BackendOptions,
+    GroupName,
+    PrefixStore,
+    Store,
+    group_around,
+    group_timeout,
+    registered_backend,
+    store_of,
+)
 from zerolap.backend.lanes import HostSide, Lane, Pending, Side, ThreadLane
 from zerolap.backend.parts import Parts
 from zerolap.schedule.ownership import GroupRank
@@ -48,7 +58,7 @@ class GroupSpec:
     rank: GroupRank
     global_ranks: list[int]
     timeout: timedelta
-    name: dist.GroupName
+    name: GroupName
 
     @property
     def size(self) -> int:
@@ -104,22 +114,26 @@ class Adapter:
         # Made as torch makes them, but not registered with torch: new_group() wants every rank of the job or a count of
         # groups that is the same on all, and splitting wants all ranks of the parent, and loses messages on some backends.
         spec = GroupSpec(
-            store=PrefixStore(name, like.get_group_store()),
+            store=PrefixStore(name, store_of(like)),
             rank=GroupRank(like.rank()),
             global_ranks=dist.get_process_group_ranks(like),
             timeout=self.timeout(like),
-            name=dist.GroupName(name),
+            name=GroupName(name),
         )
         kind = dist.Backend.backend_type_map.get(self.backend, dist.ProcessGroup.BackendType.CUSTOM)
-        group = dist.ProcessGroup(spec.store, spec.rank, spec.size)
-        group._set_default_backend(kind)
-        group._register_backend(torch.device(self.device_type), kind, self.make_backend(spec))
-        group._set_group_name(spec.name)
-        return group
+        return group_around(
+            self.make_backend(spec),
+            store=spec.store,
+            rank=spec.rank,
+            size=spec.size,
+            kind=kind,
+            device=torch.device(self.device_type),
+            name=spec.name,
+        )
 
     def make_backend(self, spec: GroupSpec) -> Backend:
         """What does the communicating in a group; here, one that was registered with torch under the adapter's name for it."""
-        plugin = dist.Backend._plugins.get(self.backend.upper())
+        plugin = registered_backend(self.backend)
         if plugin is None:
             raise LookupError(
                 f"no backend {self.backend!r} was registered with torch.distributed.Backend.register_backend(); an adapter of "
@@ -127,7 +141,7 @@ class Adapter:
             )
         if not plugin.extended_api:
             return cast(Backend, plugin.creator_fn(spec.store, spec.rank, spec.size, spec.timeout))
-        options = _DistributedBackendOptions()
+        options = BackendOptions()
         options.store, options.group_rank, options.group_size = spec.store, spec.rank, spec.size
         options.timeout, options.group_id, options.global_ranks_in_group = spec.timeout, spec.name, spec.global_ranks
         return cast(Backend, plugin.creator_fn(options, None))
@@ -147,9 +161,7 @@ class Adapter:
 
     def timeout(self, group: dist.ProcessGroup) -> timedelta:
         """How long a collective of this group may take."""
-        # torch has no public reader for it; the setter is public.
-        timeout: timedelta = group._get_backend(torch.device(self.device_type)).options._timeout
-        return timeout
+        return group_timeout(group, torch.device(self.device_type))
 
     def moment(self) -> Moment:
         """Now, as seen by whatever runs what this thread starts: the host, or the current stream."""

@@ -15,8 +15,8 @@ from typing import Any, cast
 
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, Store
 
+from zerolap._torch import PrefixStore, Store
 from zerolap.backend.base import Adapter
 from zerolap.backend.lanes import Pending, ThreadLane, Waiter
 from zerolap.backend.parts import Parts

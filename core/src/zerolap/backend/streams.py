@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from zerolap._public import public
+from zerolap._torch import all_gather_of, foreach_copy_, reduce_scatter_of
 from zerolap.backend.base import Adapter, Moment
 from zerolap.backend.lanes import Lane, Pending, Side, failed
 from zerolap.backend.parts import Parts
@@ -202,14 +203,14 @@ class StreamAdapter(Adapter):
             out, sent = into, parts.whole
         else:
             sent = into.new_empty(parts.longest * len(parts.tensors))
-            torch._foreach_copy_(_rows(sent, parts), parts.tensors)
+            foreach_copy_(_rows(sent, parts), parts.tensors)
             out = into if into.numel() == parts.longest else into.new_empty(parts.longest)
             if out is not into:
 
                 def finish() -> None:
                     into.copy_(out[: into.numel()])
 
-        works = [group._reduce_scatter_base(out, sent, self._sum)] if parts.longest else ()
+        works = [reduce_scatter_of(group)(out, sent, self._sum)] if parts.longest else ()
         sent_bytes = parts.longest_nbytes * (len(parts.tensors) - 1)
         return Pending(works, tensors=(parts, sent, out, into), what=what, sent_bytes=sent_bytes, finish=finish)
 
@@ -225,9 +226,9 @@ class StreamAdapter(Adapter):
             received = mine.new_empty(parts.longest * len(parts.tensors))
 
             def finish() -> None:
-                torch._foreach_copy_(parts.tensors, _rows(received, parts))
+                foreach_copy_(parts.tensors, _rows(received, parts))
 
-        works = [group._allgather_base(received, own)] if parts.longest else ()
+        works = [all_gather_of(group)(received, own)] if parts.longest else ()
         sent_bytes = parts.longest_nbytes * (len(parts.tensors) - 1)
         return Pending(works, tensors=(parts, own, received), what=what, sent_bytes=sent_bytes, finish=finish)
 

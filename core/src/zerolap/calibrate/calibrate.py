@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from zerolap._torch import GradBucket
 from zerolap.backend.base import Adapter, Moment
 from zerolap.backend.registry import resolve_adapter
 from zerolap.calibrate.measure import (

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from zerolap._torch import GradBucket, devices_with_fused_kernels
 from zerolap.api.attach import attach
 from zerolap.api.optimizer import ZeroRedundancyOptimizer
 from zerolap.backend.base import Adapter
@@ -163,7 +163,7 @@ def step_seconds(
         numel += param.numel()
         if numel >= _MAX_STEPPED:
             break
-    devices = torch.utils._foreach_utils._get_fused_kernels_supported_devices()
+    devices = devices_with_fused_kernels()
     if optimizer_class in WITH_FUSED and params[0].device.type in devices and not {"fused", "foreach"} & set(options):
         options = {**options, "fused": True}  # as attach does
     optimizer = optimizer_class(copies, **options)

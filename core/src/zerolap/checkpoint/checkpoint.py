@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.nn.parallel import DistributedDataParallel
 
 from zerolap._public import public_in
+from zerolap._torch import device_types_of
 from zerolap.api.optimizer import ZeroRedundancyOptimizer
 from zerolap.checkpoint.folder import find, keep_number, latest, manifest_of, path_of, step_number, steps
 from zerolap.checkpoint.reader import CheckpointError, CheckpointReader, unpacked
@@ -114,7 +115,7 @@ def async_save(
 
     def staged_state_of() -> tuple[Target, dict[str, Any]]:
         _finish_last(group)
-        if torch.device("cpu") not in group._device_types:
+        if torch.device("cpu") not in device_types_of(group):
             raise CheckpointError(
                 "saving in the background needs a process group that can communicate on the CPU, too; name a CPU backend "
                 "beside the device's in init_process_group()"

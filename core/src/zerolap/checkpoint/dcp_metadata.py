@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -20,6 +19,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from zerolap._torch.checkpoint_format import StorageInfo
 from zerolap.untrusted.files import printable
 from zerolap.untrusted.pickles import Kind, Maker, Record, Table, UnreadableError, parse, refuse
 from zerolap.untrusted.tensors import DTYPES, size_of
@@ -171,7 +171,7 @@ class _Checker:
 
     def storage(
         self, said: dict[Any, Any], entries: Mapping[str, TensorStorageMetadata | BytesStorageMetadata]
-    ) -> dict[MetadataIndex, _StorageInfo]:
+    ) -> dict[MetadataIndex, StorageInfo]:
         """Where the bytes of each chunk are: within a file, and where no other's are."""
         # What a chunk has at least; what is no tensor has something.
         least: dict[MetadataIndex, int] = {}
@@ -181,7 +181,7 @@ class _Checker:
             else:
                 for chunk in kept.chunks:
                     least[MetadataIndex(name, chunk.offsets)] = chunk.sizes.numel() * kept.properties.dtype.itemsize
-        found: dict[MetadataIndex, _StorageInfo] = {}
+        found: dict[MetadataIndex, StorageInfo] = {}
         for key, record in said.items():
             index, info = self.index(key), self.info(record)
             name = printable(index.fqn, 200)
@@ -198,7 +198,7 @@ class _Checker:
         _must(type(state["fqn"]) is str and (hint is None or type(hint) is int), "the name of a chunk is none")
         return MetadataIndex(state["fqn"], None if offset is None else self.size(offset), hint)
 
-    def info(self, record: Any) -> _StorageInfo:
+    def info(self, record: Any) -> StorageInfo:
         needed = ("relative_path", "offset", "length")
         state = self.fields(record, "_StorageInfo", (*needed, "transform_descriptors"), needed)
         file = state["relative_path"]
@@ -208,9 +208,9 @@ class _Checker:
         _must(not state.get("transform_descriptors"), "what is in a file is transformed, by a way that is not ours")
         offset, length = _whole(state["offset"], "an offset"), _whole(state["length"], "a length")
         _must(offset + length <= self.sizes[file], f"{printable(file, 300)} is shorter than what should be in it")
-        return _StorageInfo(file, offset, length)
+        return StorageInfo(file, offset, length)
 
-    def check_places(self, infos: Iterable[_StorageInfo]) -> None:
+    def check_places(self, infos: Iterable[StorageInfo]) -> None:
         ends: dict[str, int] = {}
         for info in sorted(infos, key=lambda info: (info.relative_path, info.offset, info.length)):
             _must(info.offset >= ends.get(info.relative_path, 0), "two chunks have the same bytes of a file")

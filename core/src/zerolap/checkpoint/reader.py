@@ -13,15 +13,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from zerolap._public import public_in
+from zerolap._torch.checkpoint_format import narrow_tensor_by_index, set_element
 from zerolap.checkpoint.dcp_metadata import LARGEST, read_metadata
 from zerolap.errors import ZerolapError
 from zerolap.untrusted.files import Identity, identity, open_regular, printable, read_all, read_json

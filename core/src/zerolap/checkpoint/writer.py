@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from zerolap._logging import logger_of
 from zerolap._public import public_in
+from zerolap._torch import device_types_of, group_timeout
 from zerolap.checkpoint.folder import (
     MANIFEST,
     Writer,
@@ -151,10 +152,10 @@ def limit_of(group: dist.ProcessGroup, state: Mapping[str, Any]) -> float:
 
 def timeout_of(group: dist.ProcessGroup) -> float:
     """How many seconds ranks of the group wait for each other."""
-    devices = group._device_types
+    devices = device_types_of(group)
     device = torch.device("cpu") if torch.device("cpu") in devices else devices[0]
     try:
-        return float(group._get_backend(device).options._timeout.total_seconds())
+        return group_timeout(group, device).total_seconds()
     except (AttributeError, RuntimeError):  # a backend from elsewhere that does not tell
         return dist.constants.default_pg_timeout.total_seconds()
 

@@ -30,7 +30,16 @@ import torch.autograd.function
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from zerolap._torch import GradBucket, current_graph_task_id, queue_callback, version_of
+from zerolap._torch import (
+    RUN_BACKWARD,
+    GradBucket,
+    current_graph_task_id,
+    is_compiled_module,
+    parameters_of,
+    queue_callback,
+    set_parameters,
+    version_of,
+)
 from zerolap.backend.base import Capabilities
 from zerolap.errors import ZerolapError
 from zerolap.runtime.bucket import Bucket
@@ -224,10 +233,11 @@ class _WatchedParameters(dict[str, nn.Parameter | None]):
 
 def _before_forward(module: nn.Module, args: Any) -> None:
     """For modules that keep references of their own, as recurrent layers do."""
-    if isinstance(module._parameters, _WatchedParameters):
-        for param in module._parameters.values():
+    parameters = parameters_of(module)
+    if isinstance(parameters, _WatchedParameters):
+        for param in parameters.values():
             if param is not None:
-                module._parameters.look(param)
+                parameters.look(param)
 
 
 class Rereads:
@@ -286,11 +296,11 @@ class Rereads:
         if not any(map(is_compiled, modules)):
             self.is_watching = True
             for module in modules:
-                if module._parameters:
+                if parameters_of(module):
                     self._watch(module)
 
     def _watch(self, module: nn.Module) -> None:
-        before = module._parameters
+        before = parameters_of(module)
         params = tuple(param for param in dict.values(before) if param is not None and param.requires_grad)
         for param in params:
             self._siblings[param] = (*self._siblings.get(param, ()), *params)
@@ -299,8 +309,8 @@ class Rereads:
             self._undo.append(partial(setattr, before, "look", None))
             return
         hook = module.register_forward_pre_hook(_before_forward)
-        module._parameters = _WatchedParameters(before, self._look)
-        self._undo += [hook.remove, partial(setattr, module, "_parameters", before)]
+        set_parameters(module, _WatchedParameters(before, self._look))
+        self._undo += [hook.remove, partial(set_parameters, module, before)]
 
     def _look(self, param: Tensor) -> None:
         if not (self._is_updating and param in self._used and current_graph_task_id() != -1):
@@ -325,7 +335,7 @@ class Rereads:
 
 def _is_recomputing() -> bool:
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name != "_engine_run_backward":  # a backward inside of one has its own
+    while frame is not None and frame.f_code.co_name != RUN_BACKWARD:  # a backward inside of one has its own
         if frame.f_code.co_filename in _RECOMPUTING:
             return True
         frame = frame.f_back
@@ -334,11 +344,7 @@ def _is_recomputing() -> bool:
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether a module is compiled, by torch.compile or TorchScript: its code looks at parameters when it is made, not when it runs."""
-    return (
-        isinstance(module, torch.jit.ScriptModule)
-        or module._compiled_call_impl is not None
-        or "_orig_mod" in module._modules
-    )
+    return isinstance(module, torch.jit.ScriptModule) or is_compiled_module(module)
 
 
 def refuse_join(schedule: Schedule, capabilities: Capabilities, *, is_tuning: bool) -> None:

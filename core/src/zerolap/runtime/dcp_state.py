@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -26,6 +25,8 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.optim import Optimizer
 
 from zerolap._logging import logger_of
+from zerolap._torch import make_wrapper_subclass
+from zerolap._torch.checkpoint_format import set_element
 from zerolap.runtime.param_groups import Options, ParamGroup, options_of, params_of
 from zerolap.runtime.shard_optimizer import MASTER, stand_in_for
 from zerolap.runtime.state_pieces import State, strides_in_bucket
@@ -45,7 +46,7 @@ class FlatShards(Tensor):
     @staticmethod
     def __new__(cls, numel: int, ranges: Mapping[int, Tensor]) -> FlatShards:
         first = next(iter(ranges.values()))
-        self: FlatShards = Tensor._make_wrapper_subclass(cls, (numel,), dtype=first.dtype, device=first.device)
+        self: FlatShards = make_wrapper_subclass(cls, (numel,), dtype=first.dtype, device=first.device)
         self.ranges = dict(ranges)
         return self
 

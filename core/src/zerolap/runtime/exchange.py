@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Store
 
+from zerolap._torch import Store, device_for_objects
 from zerolap.errors import CollectiveError, ZerolapError
 from zerolap.runtime.failure_report import LAST_WORDS
 from zerolap.runtime.state_pieces import State, cut_state
@@ -29,7 +29,7 @@ _CHUNK_BYTES = 16 * 2**20  # one message: what a rank needs beside the states th
 def all_gather_json(value: object, *, group: dist.ProcessGroup, what: str) -> list[Any]:
     """Every rank's ``value``, in rank order."""
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    device = torch.device(dist.distributed_c10d._get_object_coll_device(group))
+    device = torch.device(device_for_objects(group))
     try:
         sizes = _all_gather(torch.tensor([data.numel()], device=device), group)
         longest = max(int(size.item()) for size in sizes)

@@ -13,7 +13,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
+
+from zerolap._torch import PrefixStore, store_of
 
 LAST_WORDS = "last-words"  # before a key in the store
 _LISTEN_SECONDS = 2.0  # others whose collectives began a little later time out a little later
@@ -44,7 +45,7 @@ class LastWords:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         # Not the group itself, which ends with the last reference to it.
-        self._store = PrefixStore(LAST_WORDS, group.get_group_store())
+        self._store = PrefixStore(LAST_WORDS, store_of(group))
         self._rank, self._size = group.rank(), group.size()
         self._has_spoken = False
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo import eval_frame
 
+from zerolap._torch import is_compile_wrapper, parameters_of, set_parameters
 from zerolap.runtime.bucket import Bucket
 
 
@@ -75,16 +75,16 @@ def wait_on_access(module: nn.Module, bucket_of: Mapping[Tensor, Bucket]) -> Cal
 
     Returns what undoes it.
     """
-    children = [child for child in module.modules() if child._parameters]
+    children = [child for child in module.modules() if parameters_of(child)]
     for child in children:
-        child._parameters = _WaitingParameters(child._parameters, bucket_of)
+        set_parameters(child, _WaitingParameters(parameters_of(child), bucket_of))
     hooks = [child.register_forward_pre_hook(_before_forward) for child in {module: None, **dict.fromkeys(children)}]
 
     def undo() -> None:
         for hook in hooks:
             hook.remove()
         for child in children:
-            child._parameters = dict(child._parameters)
+            set_parameters(child, dict(parameters_of(child)))
 
     return undo
 
@@ -95,8 +95,9 @@ def wait_on_access(module: nn.Module, bucket_of: Mapping[Tensor, Bucket]) -> Cal
 def _before_forward(module: nn.Module, args: Any) -> None:
     if torch.compiler.is_compiling():
         _refuse_compiled()
-    if isinstance(module._parameters, _WaitingParameters):  # a copy's are ordinary
-        module._parameters.wait()
+    parameters = parameters_of(module)
+    if isinstance(parameters, _WaitingParameters):  # a copy's are ordinary
+        parameters.wait()
 
 
 # (torch gives its decorator no types.)
@@ -110,6 +111,6 @@ def is_called_by_compiled() -> bool:
     frame = sys._getframe(1)
     while frame.f_back is not None:
         frame = frame.f_back
-        if frame.f_code.co_filename == eval_frame.__file__ and "compile_wrapper" in frame.f_code.co_name:
+        if is_compile_wrapper(frame.f_code):
             return True
     return False
