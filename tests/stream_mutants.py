@@ -213,7 +213,7 @@ class DoesNotWaitForGathers(Mutant):
 
     def _finish_gathers(self: Any) -> None:
         for bucket in self.installed:
-            bucket.gathering = None
+            bucket.forget_gather()
 
 
 class ParametersAreUsedTooEarly(Mutant):

@@ -47,7 +47,7 @@ NUM_AT_ONCE = 6  # of these programs: they wait more than they work
 
 COLLECTIVE = r"rank 0, bucket \d+: (the reduction|all-gather of|broadcast of)"
 SAYS_NOTHING = COLLECTIVE + r".*Nothing was heard of group rank 1"
-NO_STEP = r"rank 1, bucket 0: ZerolapError: step\(\) was not called after the last backward"
+NO_STEP = r"rank 1, bucket 0: IllegalEventError: step\(\) was not called after the last backward"
 
 # case: ways, what the guilty rank says (None: it cannot), what rank 0 says
 CASES: dict[str, tuple[list[str], dict[str, tuple[str | None, str]]]] = {
@@ -223,7 +223,7 @@ def _other_collective() -> None:
 def test_ranks_that_start_different_collectives_are_told_both_sides_at_once() -> None:
     expected = (
         r"rank 0 starts collective (\d+): all-gather of bucket 0, \d+ elements of torch.float32; "
-        r"rank 1 starts collective \1: all-reduce \(norm of gradients\), 1 elements of torch.float64"
+        r"rank 1 starts collective \1: all-reduce \(norm of gradients\), 2 elements of torch.float64"
     )
     for outcome in try_ranks(2, _other_collective, limit=60, group_timeout=40):
         assert re.search(expected, outcome.error or ""), outcome.error

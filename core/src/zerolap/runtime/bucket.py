@@ -7,8 +7,7 @@ no work per parameter, and no choice left.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Container, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -147,7 +146,8 @@ class Bucket:
 
     def release(self) -> None:
         """Let go of what belongs to groups and gradients."""
-        self.scatter = self.gather = self.gathering = self._reduction = self.reduced = self.gradients = None
+        self.scatter = self.gather = self._reduction = self.reduced = self.gradients = None
+        self.forget_gather()
 
     # --- 1, 2: the reduction ------------------------------------------------------------------------------------------
 
@@ -261,7 +261,7 @@ class Bucket:
             where = f"{common.me}, bucket {self.index}"
             raise CollectiveError(f"{where}: the gather could not be started: {error}") from error
         probe.gathered_bytes += pending.sent_bytes
-        self.gathering = pending
+        self.gathering = common.in_flight[self.index] = pending
 
     def wait(self, param: Tensor | None = None, *, is_lane: bool = False) -> None:
         """Return when its parameters have their updated values; on any thread. ``param`` is what somebody is about to use."""
@@ -299,7 +299,12 @@ class Bucket:
             if common.lane.is_caller():
                 if not common.is_lazy:
                     common.probe.now.ended.append(perf_counter())
-                self.gathering = None  # or else the lane or another stream has waited, and the next one must, too
+                self.forget_gather()  # or else the lane or another stream has waited, and the next one must, too
+
+    def forget_gather(self) -> None:
+        """Everybody has waited for it."""
+        self.gathering = None
+        self.common.in_flight.pop(self.index, None)
 
     def _refuse_early_writes(self) -> None:
         """[Note: writes that come too early] Who reaches a parameter through its module or its optimizer waits for it, but
@@ -328,16 +333,3 @@ class Bucket:
     def _names_of(self, params: Container[Tensor]) -> list[str]:
         names, both = self.common.names, zip(self.places, self.params, strict=True)
         return [names.get(param, f"parameter {place} of the optimizer") for place, param in both if param in params]
-
-
-def let_gathers_end(buckets: Sequence[Bucket], group: dist.ProcessGroup) -> None:
-    """An engine was dropped, which does not wait: what it still sends goes on, or other ranks would wait for it in vain."""
-
-    def wait(group: dist.ProcessGroup) -> None:
-        with suppress(CollectiveError):  # there is nobody left to tell
-            for pending in gathers:
-                pending.wait()
-
-    gathers = [bucket.gathering for bucket in buckets if bucket.gathering is not None]
-    if gathers:
-        threading.Thread(target=wait, args=(group,), name="zerolap-last-gathers", daemon=True).start()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -14,7 +14,7 @@ from torch.futures import Future
 
 from zerolap._torch import GradBucket
 from zerolap.backend.base import Adapter
-from zerolap.backend.lanes import Lane, Side, forget_locals
+from zerolap.backend.lanes import Lane, Pending, Side, forget_locals
 from zerolap.errors import ZerolapError
 from zerolap.runtime.failures import Failures
 from zerolap.runtime.probe import IN_CHECK, Probe
@@ -42,6 +42,8 @@ class Common:
     asks_for_use: bool  # parameters may be unused, on this rank or on all
     group: dist.ProcessGroup | None  # that the lane uses; None once it was given up
     hook: Hook | None = None  # reduces, where that is somebody else's
+    # Gathers, by bucket. Apart from the buckets: they go on when the engine is dropped, and must not keep it.
+    in_flight: dict[int, Pending] = field(default_factory=dict)
 
     def close(self) -> None:
         """End the lane; groups close with the last reference to them."""

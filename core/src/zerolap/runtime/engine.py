@@ -7,8 +7,10 @@ DDP, which waits for them at the end of backward. What fails is kept until then:
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from time import perf_counter
 from typing import Any, TypeVar
@@ -19,9 +21,9 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from zerolap._torch import GradBucket, current_graph_task_id, is_profiling, join_config_of
-from zerolap.backend.lanes import forget_frames
+from zerolap.backend.lanes import Pending, forget_frames
 from zerolap.errors import CollectiveError, IllegalEventError, ZerolapError
-from zerolap.runtime.bucket import Bucket, Update, let_gathers_end
+from zerolap.runtime.bucket import Bucket, Update
 from zerolap.runtime.checks import BackwardEnd, Rereads, Thawed, refuse_join
 from zerolap.runtime.common import Common, Observer
 from zerolap.runtime.exchange_strategies import ExchangeStrategy
@@ -74,7 +76,7 @@ class Engine:
         self.installed: list[Bucket] = []  # by the lane
         self.bucket_of: dict[Tensor, Bucket] = {}  # by the lane; for whoever uses a parameter
         self.gradients = ReducedGradients(book, common=common, update=update, machine=machine, buckets=self.at_hand)
-        self._end_later = weakref.finalize(self, let_gathers_end, self.installed, common.group)
+        self._end_later = weakref.finalize(self, _let_end, common.in_flight, common.group)
         self._end_later.atexit = False
         if common.adapter.capabilities.futures_complete_at_enqueue:
             self._end_later.detach()  # the device ends what it was given
@@ -275,7 +277,8 @@ class Engine:
     def _finish_gathers(self) -> None:
         for bucket in self.installed:
             bucket.wait(is_lane=True)
-            bucket.gathering = None  # whoever waits for the lane has waited for it
+            if bucket.gathering is not None:
+                bucket.forget_gather()  # whoever waits for the lane has waited for it
 
     def _finish_update(self) -> None:
         self.update.finish(self.book.locals[0])
@@ -330,3 +333,16 @@ def agreement_of(ddp: DistributedDataParallel) -> Agreement:
     if ddp.static_graph:
         return Agreement.PER_LAYOUT
     return Agreement.ALWAYS if ddp.find_unused_parameters else Agreement.NEVER
+
+
+def _let_end(in_flight: dict[int, Pending], group: dist.ProcessGroup) -> None:
+    """An engine was dropped, which does not wait: what it still sends goes on, or other ranks would wait for it in vain."""
+
+    def wait(gathers: list[Pending], group: dist.ProcessGroup) -> None:
+        with suppress(CollectiveError):  # there is nobody left to tell
+            for pending in gathers:
+                pending.wait()
+
+    if in_flight:
+        args = (list(in_flight.values()), group)
+        threading.Thread(target=wait, args=args, name="zerolap-last-gathers", daemon=True).start()
