@@ -159,24 +159,20 @@ class Bucket:
         self.reduced, self.gradients = None, self.buffer
         probe.now.begun.append(perf_counter())
         is_seen = probe.trace is not None or is_profiling()
+        hook, side, scatter = common.hook, common.reduce_side, self.scatter
         try:
-            if self.scatter is not None:
-                side = common.reduce_side
-                pending = probe.start("reduce", self.index, side, self.scatter) if is_seen else side.start(self.scatter)
+            if hook is not None:
+                start = lambda: Waiter(hook(state, given))  # noqa: E731  # one call, in two ways
+                self._reduction = probe.reducing(self.index, start) if is_seen else start()
+            else:
+                assert scatter is not None, "a reduction is prepared before it is started"
+                pending = probe.start("reduce", self.index, side, scatter) if is_seen else side.start(scatter)
                 probe.reduced_bytes += pending.sent_bytes
                 self._reduction = pending
-            elif is_seen:
-                self._reduction = probe.reducing(self.index, lambda: self._by_hook(given, state))
-            else:
-                self._reduction = self._by_hook(given, state)
         except RuntimeError as error:
             if isinstance(error, ZerolapError):
                 raise  # already names what failed
             raise CollectiveError(f"the reduction could not be started: {type(error).__name__}: {error}") from error
-
-    def _by_hook(self, given: GradBucket, state: object) -> Waiter[Tensor]:
-        assert self.common.hook is not None, "a bucket is reduced by a hook, or its reduction was prepared"
-        return Waiter(self.common.hook(state, given))
 
     def finish_reduce(self) -> None:
         """Wait for the reduction."""

@@ -15,6 +15,7 @@ from functools import partial
 from time import perf_counter
 from typing import Any, TypeVar
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.futures import Future
