@@ -25,8 +25,6 @@ from zerolap.runtime.param_groups import NOT_OPTIONS, Options, ParamGroup
 from zerolap.runtime.shard_optimizer import LocalOptimizer, Shard
 from zerolap.schedule.ownership import BucketPlan, Slot
 
-_NO_BUFFER = torch.empty(0)  # that is no bucket's
-
 
 class Update:
     """What the buckets of one update share. Every bucket sees the same options, even if an optimizer changes them in its step."""
@@ -132,13 +130,9 @@ class Bucket:
         return tuple(Slot(place, param.numel()) for place, param in zip(self.places, self.params, strict=True))
 
     def record(self, buffer: Tensor, offsets: tuple[int, ...]) -> None:
-        """DDP has other memory for these gradients now."""
+        """DDP has other memory for these gradients now, or will have."""
         self.buffer, self.offsets = buffer, offsets
         self.scatter = self.gradients = None
-
-    def forget_buffer(self) -> None:
-        """DDP is about to hand over other memory; what it had shall not be held beside that."""
-        self.record(_NO_BUFFER, self.offsets)
 
     def uninstall(self) -> None:
         """Its parameters are about to move elsewhere."""
@@ -162,8 +156,10 @@ class Bucket:
         hook, side, scatter = common.hook, common.reduce_side, self.scatter
         try:
             if hook is not None:
-                start = lambda: Waiter(hook(state, given))  # noqa: E731  # one call, in two ways
-                self._reduction = probe.reducing(self.index, start) if is_seen else start()
+                if is_seen:
+                    self._reduction = probe.reducing(self.index, lambda: Waiter(hook(state, given)))
+                else:
+                    self._reduction = Waiter(hook(state, given))
             else:
                 assert scatter is not None, "a reduction is prepared before it is started"
                 pending = probe.start("reduce", self.index, side, scatter) if is_seen else side.start(scatter)

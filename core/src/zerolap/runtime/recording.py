@@ -12,6 +12,8 @@ from zerolap.runtime.bucket import Bucket, Update
 from zerolap.runtime.common import Common
 from zerolap.runtime.shard_optimizer import ShardBook
 
+_NO_BUFFER = torch.empty(0)  # that is no bucket's
+
 
 class Recording:
     """The buckets of one backward, none while no backward is recorded. On backward's thread."""
@@ -52,6 +54,6 @@ class Recording:
         """DDP has other memory now; what it had shall not be held beside that."""
         self.buckets = []
         for bucket in before:
-            bucket.forget_buffer()
+            bucket.record(_NO_BUFFER, bucket.offsets)
         self._common.adapter.release_memory()
         self._index_of = {param: index for index, param in enumerate(self._book.params)}
