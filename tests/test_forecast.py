@@ -26,7 +26,7 @@ from zerolap.runtime.shards import FlatParams
 from zerolap.schedule.machine import Agreement, Gather, Schedule
 from zerolap.schedule.ownership import GroupRank
 from zerolap_conformance.ranks import run_ranks
-from zerolap_cpu_gloo.exchange import bytes_of_gather, stage_sizes, stages_of
+from zerolap_cpu_gloo.adapter import bytes_of_gather, stage_sizes, stages_of
 
 WAYS = list(product(Schedule, Gather))
 NUMEL = 64 * 1024  # of a layer
