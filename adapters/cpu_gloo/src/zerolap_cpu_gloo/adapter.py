@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import Backend
 from zerolap import Adapter, Capabilities, GroupSpec, Lane, Parts, Pending, ThreadLane, Waitable
 from zerolap_cpu_gloo.mapping import share_memory
 from zerolap_cpu_gloo.memory import (
+    MAX_INBOX_BYTES,
     MESSAGE_BYTES,
     SHARED_PIECE_BYTES,
     Inbox,
@@ -61,6 +62,13 @@ class CpuGlooAdapter(Adapter):
 
     def make_backend(self, spec: GroupSpec) -> Backend:
         return dist.ProcessGroupGloo(spec.store, spec.rank, spec.size, spec.timeout)
+
+    def stage_sizes(self, num_ranks: int) -> tuple[int, ...]:
+        return stage_sizes(num_ranks)
+
+    @property
+    def max_receive_bytes(self) -> int:
+        return MAX_INBOX_BYTES
 
     @property
     def kept_bytes(self) -> int:
@@ -127,14 +135,14 @@ class Stage:
     place: int  # of this rank among its peers
 
 
-def stage_sizes(num_ranks: int) -> list[int]:
+def stage_sizes(num_ranks: int) -> tuple[int, ...]:
     """How many ranks exchange in each stage.
 
     Measured by benchmarks/exchange.py with buckets of 0.25 and 4 MB: one stage is the fastest up to 8 ranks, two of about equal
     size from 16 on (0.83 of the time at 16, 0.6 to 0.8 at 32). A prime number of ranks stays with one.
     """
     factors = [factor for factor in range(2, isqrt(num_ranks) + 1) if num_ranks % factor == 0]
-    return [factors[-1], num_ranks // factors[-1]] if num_ranks >= 16 and factors else [num_ranks]
+    return (factors[-1], num_ranks // factors[-1]) if num_ranks >= 16 and factors else (num_ranks,)
 
 
 @cache

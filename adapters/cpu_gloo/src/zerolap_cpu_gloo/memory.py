@@ -23,7 +23,7 @@ from torch import Tensor
 _ALIGNMENT = 64
 _PAGE = 4096
 MESSAGE_BYTES = 4 * 2**20  # what is summed is received in pieces of this size: a large bucket needs no more memory
-_MAX_INBOX_BYTES = 8 * MESSAGE_BYTES
+MAX_INBOX_BYTES = 8 * MESSAGE_BYTES
 _NUM_RECENT = 256
 SHARED_PIECE_BYTES = 16 * 2**20
 _MAX_SHARED_BYTES = 2 * SHARED_PIECE_BYTES  # that have not been read yet
@@ -177,7 +177,7 @@ class Inbox:
             receive.post(self._memory[start : start + receive.num_bytes])
 
     def _fit_to(self, size: int) -> None:
-        wanted = max(size, min(max(self._recent), _MAX_INBOX_BYTES))
+        wanted = max(size, min(max(self._recent), MAX_INBOX_BYTES))
         if self._memory.nbytes != wanted:
             self._memory = torch.empty(0, dtype=torch.uint8)  # what is there goes first
             self._memory = torch.empty(wanted, dtype=torch.uint8)

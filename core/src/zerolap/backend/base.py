@@ -159,6 +159,15 @@ class Adapter:
         """The time from one moment to another."""
         return cast(float, end) - cast(float, start)
 
+    def stage_sizes(self, num_ranks: int) -> tuple[int, ...]:
+        """For forecasts: how many ranks exchange with each other in each stage of a collective; they multiply to ``num_ranks``."""
+        return (num_ranks,)
+
+    @property
+    def max_receive_bytes(self) -> int | None:
+        """For forecasts: the most memory that what is received takes; None for that of a whole bucket."""
+        return None
+
     @property
     def kept_bytes(self) -> int:
         """Memory that is kept here between collectives, for what is received."""
