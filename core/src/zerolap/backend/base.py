@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,7 +16,10 @@ from torch._C._distributed_c10d import Backend, PrefixStore, Store, _Distributed
 from zerolap._public import public
 from zerolap.backend.collectives import Parts, Pending
 from zerolap.backend.lanes import HostSide, Lane, Side, ThreadLane
+from zerolap.errors import CollectiveError
 from zerolap.schedule.ownership import GroupRank
+
+_GRACE_SECONDS = 5.0  # beyond a group's own time limit, whose error says more
 
 Moment = object  # as an adapter takes it: a number on host devices, a timed event on streams
 
@@ -99,7 +103,8 @@ class Adapter:
     def open_group(self, like: dist.ProcessGroup, *, name: str) -> dist.ProcessGroup:
         """A group of our own over the ranks of ``like``, in their order; all of them call it with the same unique name.
 
-        Ranks outside ``like`` take no part, and dropping the last reference closes it.
+        Ranks outside ``like`` take no part, and dropping the last reference closes it. CollectiveError if the store has not answered
+        by the time limit of ``like``.
         """
         # Made as torch makes them, but not registered with torch: new_group() wants every rank of the job or a count of
         # groups that is the same on all, and splitting wants all ranks of the parent, and loses messages on some backends.
@@ -113,9 +118,37 @@ class Adapter:
         kind = dist.Backend.backend_type_map.get(self.backend, dist.ProcessGroup.BackendType.CUSTOM)
         group = dist.ProcessGroup(spec.store, spec.rank, spec.size)
         group._set_default_backend(kind)
-        group._register_backend(torch.device(self.device_type), kind, self.make_backend(spec))
+        group._register_backend(torch.device(self.device_type), kind, self._make_in_time(spec))
         group._set_group_name(spec.name)
         return group
+
+    def _make_in_time(self, spec: GroupSpec) -> Backend:
+        # On a thread of its own: a store that lives in a rank that was stopped answers nobody, whatever the time limit, and who
+        # waits for it cannot be interrupted. That thread is left behind.
+        made: list[Backend] = []
+        failed: list[BaseException] = []
+        device = None if self._is_host else torch.accelerator.current_device_index()
+
+        def make() -> None:
+            try:
+                if device is not None:
+                    torch.accelerator.set_device_index(device)  # a thread's own
+                made.append(self.make_backend(spec))
+            except BaseException as error:  # raised by whoever waits
+                failed.append(error)
+
+        thread = threading.Thread(target=make, name=f"zerolap-open-{spec.name}", daemon=True)
+        thread.start()
+        seconds = spec.timeout.total_seconds() + _GRACE_SECONDS
+        thread.join(seconds)
+        if failed:
+            raise failed.pop()  # held by nothing else: where it came from would be kept, and the store with it
+        if not made:
+            raise CollectiveError(
+                f"rank {dist.get_rank()}: opening group {spec.name!r} was not done after {seconds:.0f} s: the store, or another rank, did not "
+                "answer. Usually the rank that keeps the store (rank 0) is stopped or out of reach; look at it, and start again"
+            )
+        return made.pop()
 
     def make_backend(self, spec: GroupSpec) -> Backend:
         """What does the communicating in a group; here, one that was registered with torch under the adapter's name for it."""
