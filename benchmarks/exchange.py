@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import statistics
 import time
+from itertools import chain
 
 import torch
 import torch.distributed as dist
 
 import zerolap
 from zerolap_conformance.ranks import run_ranks
-from zerolap_cpu_gloo import exchange
-from zerolap_cpu_gloo.arena import Arena
+from zerolap_cpu_gloo import adapter
+from zerolap_cpu_gloo.memory import Inbox, SharedMemory
 
 CHOICES: dict[int, list[tuple[int, ...]]] = {
     4: [(4,), (2, 2)],
@@ -31,40 +32,40 @@ NUM_ROUNDS = 7
 
 
 def measure(megabytes: float, choices: list[tuple[int, ...]]) -> list[float]:
-    group, inbox = dist.group.WORLD, exchange.Inbox()
+    group, inbox = dist.group.WORLD, Inbox()
     assert group is not None
-    arena = Arena(group, {})  # by messages: shared memory needs no stages
+    memory = SharedMemory(group, {})  # by messages: shared memory needs no stages
     rank, size = group.rank(), group.size()
     numel = int(megabytes * 2**18) // size
     buckets = [list(torch.full((numel * size,), float(rank + 1)).chunk(size)) for _ in range(NUM_BUCKETS)]
 
-    def run(stages: tuple[exchange.Stage, ...]) -> None:
+    def run(stages: tuple[adapter.Stage, ...]) -> None:
         if len(stages) == 1:  # all buckets at once
             finishes = [
-                exchange.start_reduce_stage(parts, parts[rank], stages[0], tag=tag, inbox=inbox, arena=arena)
+                adapter.start_reduce_stage(parts, parts[rank], stages[0], tag=tag, inbox=inbox, memory=memory)
                 for tag, parts in enumerate(buckets)
             ]
             for finish in finishes:
                 finish()
             works = [
-                exchange.start_gather_stage(parts, stages[0], tag=t, arena=arena) for t, parts in enumerate(buckets)
+                adapter.start_gather_stage(parts, stages[0], tag=t, memory=memory) for t, parts in enumerate(buckets)
             ]
-            for _, of_bucket in works:  # nobody is near
-                exchange.wait_for_all(of_bucket)
+            for work in chain.from_iterable(of_bucket for _, of_bucket in works):  # there are no neighbours
+                work.wait()
         else:
             for tag, parts in enumerate(buckets):
-                exchange.reduce_in_stages(
-                    zerolap.Parts.of(parts), parts[rank], stages, tag=tag, inbox=inbox, arena=arena
+                adapter.reduce_in_stages(
+                    zerolap.Parts.of(parts), parts[rank], stages, tag=tag, inbox=inbox, memory=memory
                 )
             for tag, parts in enumerate(buckets):
-                exchange.gather_in_stages(zerolap.Parts.of(parts), stages, tag=tag, arena=arena)
+                adapter.gather_in_stages(zerolap.Parts.of(parts), stages, tag=tag, memory=memory)
 
     times: list[list[float]] = [[] for _ in choices]
     for _ in range(NUM_ROUNDS + 1):
         for taken, sizes in zip(times, choices, strict=True):
             dist.barrier()
             start = time.perf_counter()
-            run(exchange.stages_of(rank, size, sizes))
+            run(adapter.stages_of(rank, size, sizes))
             dist.barrier()
             taken.append(time.perf_counter() - start)
     return [statistics.median(taken[1:]) for taken in times]

@@ -37,6 +37,7 @@ from zerolap.calibrate.from_model import describe, workload_of
 from zerolap.calibrate.measure import reduce_nothing
 from zerolap.forecast.forecast import Forecast, forecast_all
 from zerolap.schedule.machine import Gather, Schedule
+from zerolap_cpu_gloo import CpuGlooAdapter
 
 ALONE = "forward and backward"
 
@@ -149,7 +150,7 @@ def predict(model: str, measured: Measured) -> tuple[list[Forecast], str]:
         describe(MODELS[model]()),
         optimizer_class=torch.optim.AdamW,
         optimizer_options=ADAMW,
-        exact_cut=64,
+        exact_cut=CpuGlooAdapter.capabilities.exact_cut,
         measured=measured,
     )
     return forecast_all(workload, world_size=2, link=link, compute=compute), calibrated

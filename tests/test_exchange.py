@@ -20,12 +20,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import zerolap
-import zerolap_cpu_gloo
 from training import Mlp, assert_same_params, batches, iterate, pair
 from zerolap_conformance.ranks import run_ranks
-from zerolap_cpu_gloo import CpuGlooAdapter, arena
-from zerolap_cpu_gloo.exchange import Inbox, Receive, stage_sizes, stages_of
-from zerolap_cpu_gloo.ring import Ring
+from zerolap_cpu_gloo import CpuGlooAdapter, adapter, mapping, memory
+from zerolap_cpu_gloo.adapter import stage_sizes, stages_of
+from zerolap_cpu_gloo.memory import Inbox, Receive, Ring, SharedMemory
 
 
 @pytest.mark.parametrize("num_ranks", [*range(1, 40), 61, 64, 96, 4096])
@@ -84,7 +83,7 @@ def _exchange(sizes: list[list[int]], is_one_buffer: bool, shares_memory: bool =
         gather.wait()
         expected = torch.arange(sum(part.numel() for part in parts)) * (num_ranks * (num_ranks + 1) // 2)
         assert torch.equal(torch.cat(parts), expected.float())
-    neighbours = set(adapter._arena_of(group).ranks) - {rank}
+    neighbours = set(adapter._shared_by(group).ranks) - {rank}
     adapter.close_group(group)
     return neighbours
 
@@ -104,7 +103,7 @@ def test_parts_of_any_size_are_scattered_and_gathered(num_ranks: int, is_one_buf
 
 def _exchange_between_hosts() -> set[int]:
     """Ranks 0 and 1 on one host, 2 and 3 on another, as far as they can tell."""
-    arena._host = lambda: (dist.get_rank() // 2, 0, 0)
+    mapping._host = lambda: (dist.get_rank() // 2, 0, 0)
     return _exchange(_sizes(4), True)
 
 
@@ -114,14 +113,14 @@ def test_ranks_of_two_hosts_share_memory_within_each() -> None:
 
 def _exchange_where_one_may_not() -> set[int]:
     if dist.get_rank() == 1:
-        map_own = arena._map
+        map_own = mapping._map
 
         def refuse(pid: int, file: int, size: int) -> torch.Tensor:
             if pid != os.getpid():
                 raise RuntimeError("Permission denied")
             return map_own(pid, file, size)
 
-        arena._map = refuse
+        mapping._map = refuse
     return _exchange(_sizes(3), True)
 
 
@@ -144,21 +143,21 @@ def _limit_files() -> None:
 
 def _limit_memory() -> None:
     """Little more than is used now, while memory is shared: groups and their threads come before, training after."""
-    open_arena = arena.open_arena
+    share_memory = mapping.share_memory
 
-    def open_within_limit(group: dist.ProcessGroup) -> arena.Arena:
+    def share_within_limit(group: dist.ProcessGroup) -> SharedMemory:
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + 16 * 2**20, resource.RLIM_INFINITY))
         try:
-            return open_arena(group)
+            return share_memory(group)
         finally:
             resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
-    zerolap_cpu_gloo.open_arena = open_within_limit
+    adapter.share_memory = share_within_limit
 
 
 def _hide_proc() -> None:
-    arena.Path = lambda name: Path(f"/nowhere/{name}")
+    mapping.Path = lambda name: Path(f"/nowhere/{name}")
 
 
 # What keeps a rank from sharing memory, and what is said of it.
@@ -245,7 +244,7 @@ def test_memory_that_ends_later_ends_nobody() -> None:
 
 
 def _exchange_with_little_room() -> None:
-    arena._MOST_BYTES = 256
+    memory._MAX_SHARED_BYTES = 256
     _exchange([[40, 40], [100, 100], [30, 30], [64, 64], [1, 1]], True)
 
 
@@ -320,7 +319,7 @@ def test_messages_wait_at_their_sender_until_there_is_memory_for_them() -> None:
 
 def _look_alone() -> None:
     """Rank 0 uses parameters that are on their way while rank 1 waits for it; nothing finds room in shared memory."""
-    arena._FEW_BYTES = arena._MOST_BYTES = 256
+    memory._FEW_SHARED_BYTES = memory._MAX_SHARED_BYTES = 256
     ddp = DDP(Mlp(), bucket_cap_mb=0.004)
     zero = zerolap.ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.1)
     handle = zerolap.attach(ddp, zero, gather="lazy")

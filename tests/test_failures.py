@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import re
+import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import zerolap
 from training import HOOK_MAKERS, Mlp, backward, batches, overlapped
 from zerolap_conformance.ranks import run_ranks, try_ranks
+from zerolap_cpu_gloo import CpuGlooAdapter
 
 GROUP_TIMEOUT = 6.0
 
@@ -297,3 +303,70 @@ def test_a_process_that_ends_while_its_lane_computes_ends_in_order() -> None:
         command, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
     assert (done.returncode, done.stdout) == (0, "computed\n"), done
+
+
+class StopsWhileOpening(CpuGlooAdapter):
+    """Rank 0, which keeps the store, is stopped while rank 1 opens a group."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self._first = first
+
+    def open_group(self, like: dist.ProcessGroup, *, name: str) -> dist.ProcessGroup:
+        if like.rank() == 0:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        while Path(f"/proc/{self._first}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            time.sleep(0.01)
+        return super().open_group(like, name=name)
+
+
+def open_with_a_stopped_store(rank: int, port: int, how: str) -> None:
+    """Says how long it took rank 1 to raise, and what."""
+    torch.set_num_threads(1)
+    limit = timedelta(seconds=GROUP_TIMEOUT)
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2, timeout=limit)
+    pids = [None, None]
+    dist.all_gather_object(pids, os.getpid())
+    assert pids[0] is not None
+    assert dist.group.WORLD is not None
+    ddp = DDP(Mlp())
+    zero = zerolap.ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.1)
+    adapter, start = StopsWhileOpening(pids[0]), time.monotonic()
+    try:
+        if how == "attach":
+            zerolap.attach(ddp, zero, adapter=adapter)
+        else:
+            adapter.open_group(dist.group.WORLD, name="late")
+    except Exception as error:
+        print(json.dumps([time.monotonic() - start, type(error).__name__, str(error)]), flush=True)
+    os._exit(0)
+
+
+@pytest.mark.parametrize(("how", "num_waits"), [("open_group", 1), ("attach", 2)])  # attach meets the other rank, too
+def test_a_store_that_is_stopped_while_a_group_is_opened_ends_it_in_time(how: str, num_waits: int) -> None:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_failures as t; "
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", f"{code}t.open_with_a_stopped_store({rank}, {port}, {how!r})"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said, err = ranks[1].communicate(timeout=100)
+    finally:
+        for rank in ranks:
+            rank.kill()  # a stopped one, too
+            rank.communicate()
+    assert said, err
+    seconds, kind, error = json.loads(said)
+    assert kind == "CollectiveError", error
+    assert error.startswith("rank 1: opening group "), error
+    assert "the rank that keeps the store (rank 0) is stopped" in error
+    assert GROUP_TIMEOUT <= seconds < num_waits * (GROUP_TIMEOUT + 5) + 15, "the rest is a busy machine"

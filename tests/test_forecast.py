@@ -26,7 +26,8 @@ from zerolap.runtime.precision import Precision
 from zerolap.schedule.machine import Agreement, Gather, Schedule
 from zerolap.schedule.ownership import GroupRank
 from zerolap_conformance.ranks import run_ranks
-from zerolap_cpu_gloo.exchange import bytes_of_gather, stage_sizes, stages_of
+from zerolap_cpu_gloo import CpuGlooAdapter
+from zerolap_cpu_gloo.adapter import bytes_of_gather, stage_sizes, stages_of
 
 WAYS = list(product(Schedule, Gather))
 NUMEL = 64 * 1024  # of a layer
@@ -98,7 +99,7 @@ def test_what_costs_nothing_takes_no_time() -> None:
 def test_latency_alone_is_that_of_a_reduction_and_a_gather(num_layers: int) -> None:
     compute, workload = Compute(forward=1.0, backward=2.0), layers(num_layers)
     for pattern, size, steps in ((Pattern.STAGED, 8, 1), (Pattern.STAGED, 64, 2), (Pattern.RING, 8, 7)):
-        link = Link(bytes_per_second=math.inf, latency=0.01, pattern=pattern)
+        link = Link(bytes_per_second=math.inf, latency=0.01, pattern=pattern, stage_sizes=stage_sizes)
         taken = seconds(workload, Schedule.INTERLEAVED, Gather.EAGER, link=link, compute=compute, world_size=size)
         assert taken == pytest.approx(3.0 + 2 * steps * 0.01, rel=1e-9), "the others' pass while backward computes"
         late = seconds(workload, Schedule.ON_STEP, Gather.EAGER, link=link, compute=compute, world_size=size)
@@ -107,7 +108,7 @@ def test_latency_alone_is_that_of_a_reduction_and_a_gather(num_layers: int) -> N
         assert late == pytest.approx(3.0 + num_waits * steps * 0.01, rel=1e-9)
         messages = replace(link, latency=0.0, seconds_per_message=0.01)
         taken = seconds(workload, Schedule.INTERLEAVED, Gather.EAGER, link=messages, compute=compute, world_size=size)
-        assert taken == pytest.approx(3.0 + 2 * sum(pattern.messages(size)) * 0.01, rel=1e-9)
+        assert taken == pytest.approx(3.0 + 2 * sum(link.messages(size)) * 0.01, rel=1e-9)
 
 
 @pytest.mark.parametrize(("schedule", "gather"), WAYS)
@@ -190,10 +191,7 @@ def test_a_step_takes_no_less_when_anything_costs_more(cost: str) -> None:
 def test_more_ranks_hold_less_and_send_more() -> None:
     workload = workload_of([Described((512, 512), torch.float32, 1.0)] * 12, optimizer_class=torch.optim.AdamW)
     held = [sharded_memory(workload, size).total for size in (1, 2, 4, 64, 4096)]
-    sent = [
-        sent_bytes(workload, size, rank=GroupRank(0), stage_sizes=Pattern.STAGED.stage_sizes(size))
-        for size in (1, 2, 4, 64)
-    ]
+    sent = [sent_bytes(workload, size, rank=GroupRank(0), stage_sizes=stage_sizes(size)) for size in (1, 2, 4, 64)]
     assert held[1:] == sorted(held[1:], reverse=True)
     assert sent == sorted(sent)
     assert sent[0] == 0
@@ -219,9 +217,24 @@ def test_buckets_are_those_that_ddp_rebuilds() -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [*range(1, 65), 96, 4096])
-def test_stages_are_those_of_the_adapter(num_ranks: int) -> None:
-    assert list(Pattern.STAGED.stage_sizes(num_ranks)) == stage_sizes(num_ranks)
-    assert sum(Pattern.RING.messages(num_ranks)) == num_ranks - 1
+def test_stages_are_those_of_the_adapter_and_without_one_there_is_one(num_ranks: int) -> None:
+    staged = Link(bytes_per_second=1e9, stage_sizes=CpuGlooAdapter().stage_sizes)
+    assert staged.stages(num_ranks) == stage_sizes(num_ranks)
+    assert Link(bytes_per_second=1e9).stages(num_ranks) == zerolap.Adapter().stage_sizes(num_ranks) == (num_ranks,)
+    ring = replace(staged, pattern=Pattern.RING)
+    assert ring.stages(num_ranks) == (num_ranks,), "a ring has no stages, whoever the adapter is"
+    assert sum(ring.messages(num_ranks)) == num_ranks - 1
+
+
+@pytest.mark.parametrize("adapter", [CpuGlooAdapter(), zerolap.Adapter()], ids=["limited", "unlimited"])
+def test_what_is_received_takes_a_bucket_or_what_the_adapter_allows(adapter: zerolap.Adapter) -> None:
+    most = adapter.max_receive_bytes
+    for megabytes in (1, 25, 100):
+        params = [Described((megabytes, MB // 4), torch.float32, 1.0)]
+        workload = workload_of(params, optimizer_class=torch.optim.SGD, max_receive_bytes=most)
+        expected = megabytes * MB if most is None else min(megabytes * MB, most)
+        assert sharded_memory(workload, 2).received == expected
+        assert sharded_memory(workload, 1).received == 0
 
 
 @pytest.mark.parametrize("num_ranks", [16, 24, 64])
@@ -237,7 +250,7 @@ def test_bytes_of_an_exchange_in_stages_are_those_that_the_adapter_counts(num_ra
             expected += 4 * (bounds[-1] - (bounds[rank + 1] - bounds[rank]))
             parts = zerolap.Parts.cut(flat.buffer, flat.positions(bounds))
             expected += bytes_of_gather(parts, stages_of(rank, num_ranks))
-        sizes = Pattern.STAGED.stage_sizes(num_ranks)
+        sizes = stage_sizes(num_ranks)
         assert sent_bytes(workload, num_ranks, rank=GroupRank(rank), stage_sizes=sizes) == expected
 
 
@@ -499,7 +512,7 @@ def test_bytes_and_memory_of_a_hundred_thousand_parameters_on_4096_ranks_are_qui
         start = time.process_time()
         assert len(traffic_of(workload, 4096)) == len(workload.layout)
         held = sharded_memory(workload, 4096)
-        sent = sent_bytes(workload, 4096, rank=GroupRank(0), stage_sizes=Pattern.STAGED.stage_sizes(4096))
+        sent = sent_bytes(workload, 4096, rank=GroupRank(0), stage_sizes=stage_sizes(4096))
         assert time.process_time() - start < 1, cut
         assert sent > 4 * workload.numel
         assert held.state >= 8 * workload.numel / 4096 * 0.99

@@ -21,9 +21,12 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import zerolap
+from sim_programs import device_group, on_device
+from stream_programs import sim_device
 from training import Mlp, assert_same_params, backward, batches, iterate, overlapped, pair
 from zerolap_conformance.ranks import run_ranks
 from zerolap_cpu_gloo import CpuGlooAdapter
+from zerolap_sim import build
 
 ADAMW = {"lr": 0.01, "fused": False}
 
@@ -189,6 +192,34 @@ def _attach_and_detach(num_cycles: int) -> None:
 
 def test_nothing_is_left_open_by_50_cycles_of_attaching_and_detaching() -> None:
     run_ranks(2, _attach_and_detach, 50)
+
+
+def _attach_and_detach_on_streams(num_cycles: int) -> list[int]:
+    """Threads after each cycle on the simulated device."""
+    group, device = device_group(), sim_device()
+    ddp = DDP(Mlp().to(device), process_group=group, bucket_cap_mb=0.004)
+    zero = zerolap.ZeroRedundancyOptimizer(
+        ddp.parameters(), torch.optim.AdamW, process_group=group, overlap_with_ddp=True, **ADAMW
+    )
+    num_threads = []
+    for cycle in range(num_cycles):
+        handle = zerolap.attach(ddp, zero, **WAYS[cycle % len(WAYS)])
+        for x in batches(2):
+            iterate(ddp, zero, x.to(device))
+        handle.detach()
+        del handle
+        torch.accelerator.synchronize()
+        dist.barrier()
+        num_threads.append(len(os.listdir("/proc/self/task")))
+    return num_threads
+
+
+def test_20_cycles_on_streams_leave_no_more_threads_than_the_first_few() -> None:
+    """Streams are never given back, as on devices, but what runs them is."""
+    build.build()  # outside the time limits of the ranks
+    for num_threads, reports in run_ranks(2, on_device, _attach_and_detach_on_streams, 20):
+        assert reports == []
+        assert max(num_threads[5:]) <= max(num_threads[:5]) + 4, num_threads
 
 
 def _drop(is_hook: bool) -> None:

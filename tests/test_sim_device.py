@@ -817,6 +817,28 @@ def _long_training() -> tuple[int, float, float]:
     return torch.accelerator.memory_allocated(), times[0], times[1]
 
 
+def _streams_in_turn(num_streams: int) -> tuple[int, int]:
+    """Threads after the first stream and after the last: each is used while the one before may still be, and never again."""
+    total = torch.zeros((), device=DEVICE)
+    before = 0
+    for number in range(num_streams):
+        stream = torch.Stream(device=DEVICE)
+        stream.wait_stream(torch.accelerator.current_stream())
+        with stream:
+            total += 1
+        torch.accelerator.current_stream().wait_stream(stream)
+        before = before or len(os.listdir("/proc/self/task"))
+        if number % 10 == 0:
+            torch.accelerator.synchronize()  # asks every stream there has ever been
+    assert total.item() == num_streams
+    return before, len(os.listdir("/proc/self/task"))
+
+
+def test_a_stream_that_has_nothing_to_do_needs_no_thread() -> None:
+    before, after = run(_streams_in_turn, 200)
+    assert after <= before + 10, "as many as were busy at once, of those that were not waited for"
+
+
 def test_many_steps_cost_no_more_per_step_than_the_first() -> None:
     _, first, second = run(_long_training)
     assert second < 3 * first + 0.5, (first, second)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-
-import torch.distributed as dist
+import sys
 
 from zerolap._public import public
 
@@ -18,7 +17,8 @@ class _WithRank(logging.Filter):
     """Puts ``rank`` into every record of a logger; "?" before there is one."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if dist.is_available() and dist.is_initialized():
+        dist = sys.modules.get("torch.distributed")  # whoever has a rank has imported it; others need no torch
+        if dist is not None and dist.is_available() and dist.is_initialized():
             record.rank = dist.get_rank()
         else:
             record.rank = os.environ.get("RANK", "?")

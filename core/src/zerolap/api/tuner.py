@@ -209,7 +209,10 @@ class Tuner:
         if any(each is None for each in profiles):
             return [size for size in others if size in _FIRST_GUESSES_MB]
         agreed = agree([Profile(*each) for each in profiles])
-        self._foreseen = seconds_by_size(agreed, workload, [here, *others], ways=ways, world_size=num_ranks)
+        stage_sizes = self._adapter.stage_sizes
+        self._foreseen = seconds_by_size(
+            agreed, workload, [here, *others], ways=ways, world_size=num_ranks, stage_sizes=stage_sizes
+        )
         most = _WORTH_A_TRY * self._foreseen.get(here, float("inf"))
         forecasts = {size: taken for size, taken in self._foreseen.items() if size != here and taken < most}
         best = min(forecasts.values(), default=0.0)

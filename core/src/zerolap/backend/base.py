@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,7 +26,10 @@ from zerolap._torch import (
 )
 from zerolap.backend.lanes import HostSide, Lane, Pending, Side, ThreadLane
 from zerolap.backend.parts import Parts
+from zerolap.errors import CollectiveError
 from zerolap.schedule.ownership import GroupRank
+
+_GRACE_SECONDS = 5.0  # beyond a group's own time limit, whose error says more
 
 Moment = object  # as an adapter takes it: a number on host devices, a timed event on streams
 
@@ -109,7 +113,8 @@ class Adapter:
     def open_group(self, like: dist.ProcessGroup, *, name: str) -> dist.ProcessGroup:
         """A group of our own over the ranks of ``like``, in their order; all of them call it with the same unique name.
 
-        Ranks outside ``like`` take no part, and dropping the last reference closes it.
+        Ranks outside ``like`` take no part, and dropping the last reference closes it. CollectiveError if the store has not answered
+        by the time limit of ``like``.
         """
         # Made as torch makes them, but not registered with torch: new_group() wants every rank of the job or a count of
         # groups that is the same on all, and splitting wants all ranks of the parent, and loses messages on some backends.
@@ -122,7 +127,7 @@ class Adapter:
         )
         kind = dist.Backend.backend_type_map.get(self.backend, dist.ProcessGroup.BackendType.CUSTOM)
         return group_around(
-            self.make_backend(spec),
+            self._make_in_time(spec),
             store=spec.store,
             rank=spec.rank,
             size=spec.size,
@@ -130,6 +135,34 @@ class Adapter:
             device=torch.device(self.device_type),
             name=spec.name,
         )
+
+    def _make_in_time(self, spec: GroupSpec) -> Backend:
+        # On a thread of its own: a store that lives in a rank that was stopped answers nobody, whatever the time limit, and who
+        # waits for it cannot be interrupted. That thread is left behind.
+        made: list[Backend] = []
+        failed: list[BaseException] = []
+        device = None if self._is_host else torch.accelerator.current_device_index()
+
+        def make() -> None:
+            try:
+                if device is not None:
+                    torch.accelerator.set_device_index(device)  # a thread's own
+                made.append(self.make_backend(spec))
+            except BaseException as error:  # raised by whoever waits
+                failed.append(error)
+
+        thread = threading.Thread(target=make, name=f"zerolap-open-{spec.name}", daemon=True)
+        thread.start()
+        seconds = spec.timeout.total_seconds() + _GRACE_SECONDS
+        thread.join(seconds)
+        if failed:
+            raise failed.pop()  # held by nothing else: where it came from would be kept, and the store with it
+        if not made:
+            raise CollectiveError(
+                f"rank {dist.get_rank()}: opening group {spec.name!r} was not done after {seconds:.0f} s: the store, or another rank, did not "
+                "answer. Usually the rank that keeps the store (rank 0) is stopped or out of reach; look at it, and start again"
+            )
+        return made.pop()
 
     def make_backend(self, spec: GroupSpec) -> Backend:
         """What does the communicating in a group; here, one that was registered with torch under the adapter's name for it."""
@@ -170,6 +203,15 @@ class Adapter:
     def seconds_between(self, start: Moment, end: Moment) -> float:
         """The time from one moment to another."""
         return cast(float, end) - cast(float, start)
+
+    def stage_sizes(self, num_ranks: int) -> tuple[int, ...]:
+        """For forecasts: how many ranks exchange with each other in each stage of a collective; they multiply to ``num_ranks``."""
+        return (num_ranks,)
+
+    @property
+    def max_receive_bytes(self) -> int | None:
+        """For forecasts: the most memory that what is received takes; None for that of a whole bucket."""
+        return None
 
     @property
     def kept_bytes(self) -> int:

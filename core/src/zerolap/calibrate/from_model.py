@@ -53,9 +53,10 @@ def workload_of(
     precision: Precision | None = None,
     bucket_cap_mb: float | None = None,
     exact_cut: int = 1,
+    max_receive_bytes: int | None = None,
     measured: Measured | None = None,
 ) -> Workload:
-    """What ``attach`` will make of these parameters, in DDP's buckets.
+    """What ``attach`` will make of these parameters, in DDP's buckets, with an adapter's ``exact_cut`` and ``max_receive_bytes``.
 
     Unless it was measured, a layer's share of the time is its share of the work, and parameters are used in their order.
     """
@@ -100,6 +101,7 @@ def workload_of(
         reduce_itemsize=precision.reduce_dtype.itemsize if precision.reduce_dtype else None,
         gather_itemsize=precision.gather_dtype.itemsize if precision.gather_dtype else None,
         cut=exact_cut if may_be_cut else None,
+        max_receive_bytes=max_receive_bytes,
     )
 
 

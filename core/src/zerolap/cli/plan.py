@@ -19,6 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 from torch import Tensor, nn
 
+from zerolap.backend.base import Adapter
 from zerolap.backend.registry import resolve_adapter
 from zerolap.calibrate.calibrate import Measured, calibrate, measure
 from zerolap.calibrate.from_model import workload_of
@@ -35,11 +36,13 @@ from zerolap.cli.given import (
     to_operations_per_second,
     to_seconds,
 )
+from zerolap.errors import AdapterNotFoundError
 from zerolap.forecast.forecast import Advice, Compute, Forecast, Link, Pattern, forecast_all, recommend
 from zerolap.forecast.workload import Workload
 from zerolap.untrusted.files import printable
 
 NUM_CALIBRATED = 2  # ranks of this machine
+_MEASURED_ON = "cpu"
 _STEP_SECONDS_PER_ELEMENT = 5e-11  # unless it is given: 28 bytes of memory traffic at 560 GB/s
 
 
@@ -64,16 +67,20 @@ def plan(wanted: Wanted, *, say: Callable[[str], None]) -> Planned:
     if wanted.calibrates:
         say(f"measuring on {NUM_CALIBRATED} ranks of this machine ...")
         measured = _measured(wanted)
+    adapter = _adapter_for(wanted.exchange)
     workload = workload_of(
         params,
         optimizer_class=optimizer_class,
         optimizer_options=options,
         precision=precision_of(wanted, params),
         bucket_cap_mb=wanted.bucket_cap_mb,
-        exact_cut=64 if wanted.exchange is Pattern.STAGED else 1,
+        exact_cut=adapter.capabilities.exact_cut if adapter else 1,
+        max_receive_bytes=adapter.max_receive_bytes if adapter else None,
         measured=measured,
     )
     link, compute = _link_and_compute(wanted, measured, sum(param.work for param in params))
+    if adapter is not None:
+        link = replace(link, stage_sizes=adapter.stage_sizes)
     forecasts = forecast_all(workload, world_size=wanted.world_size, link=link, compute=compute)
     return Planned(
         wanted=wanted,
@@ -83,6 +90,16 @@ def plan(wanted: Wanted, *, say: Callable[[str], None]) -> Planned:
         forecasts=forecasts,
         advice=recommend(forecasts, changes_gradients=wanted.changes_gradients),
     )
+
+
+def _adapter_for(exchange: Pattern) -> Adapter | None:
+    """Whose exchanges are forecast: a host's are those of its adapter, if one is installed; a ring may be any library's."""
+    if exchange is not Pattern.STAGED:
+        return None
+    try:
+        return resolve_adapter(None, device_type=_MEASURED_ON)
+    except AdapterNotFoundError:
+        return None
 
 
 def _link_and_compute(wanted: Wanted, measured: Measured | None, work: float) -> tuple[Link, Compute]:
@@ -155,13 +172,13 @@ def _measure(rank: int, wanted: Wanted, folder: str) -> None:
     assert wanted.batch is not None
     torch.set_num_threads(1)
     dist.init_process_group(
-        resolve_adapter(None, device_type="cpu").backend,
+        resolve_adapter(None, device_type=_MEASURED_ON).backend,
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=NUM_CALIBRATED,
         timeout=timedelta(seconds=120),
     )
-    module = make_model(wanted.model, device="cpu")
+    module = make_model(wanted.model, device=_MEASURED_ON)
     dtype = dtype_of(wanted.param_dtype)
     module = module if dtype is None else module.to(dtype)
     batch = attribute(wanted.batch, "--batch")()
@@ -201,10 +218,19 @@ def to_json(planned: Planned) -> dict[str, Any]:
         "num_tensors": len(planned.workload.params),
         "num_buckets": len(planned.workload.layout),
         "world_size": planned.wanted.world_size,
-        "link": {**asdict(planned.link), "pattern": planned.link.pattern.value},
+        "link": _link(planned.link),
         "compute": asdict(planned.compute),
         "ways": [_way(each) for each in planned.forecasts],
         "recommended": {**_way(planned.advice.best), "why": planned.advice.why},
+    }
+
+
+def _link(link: Link) -> dict[str, Any]:
+    return {
+        "bytes_per_second": link.bytes_per_second,
+        "latency": link.latency,
+        "seconds_per_message": link.seconds_per_message,
+        "pattern": link.pattern.value,
     }
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
 from zerolap.forecast.forecast import Compute, Link, forecast
+from zerolap.forecast.simulator import one_stage
 from zerolap.forecast.workload import FIRST_BUCKET_BYTES, MB, Param, Workload, bucketize, traffic_of
 from zerolap.observe.timeline.record import Span
 from zerolap.observe.timeline.verdict import length, union
@@ -97,10 +98,11 @@ def seconds_by_size(
     *,
     ways: Sequence[tuple[Schedule, Gather]],
     world_size: int,
+    stage_sizes: Callable[[int], tuple[int, ...]] = one_stage,
 ) -> dict[float, float]:
     """A step's time with buckets of each size, in the best of these ways; once only for sizes that make the same buckets."""
     params = _spread(workload, profile.ready_at)
-    link = Link(bytes_per_second=profile.bytes_per_second, latency=profile.latency)
+    link = Link(bytes_per_second=profile.bytes_per_second, latency=profile.latency, stage_sizes=stage_sizes)
     compute = Compute(
         forward=profile.forward,
         backward=profile.backward,

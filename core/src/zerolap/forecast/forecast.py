@@ -66,7 +66,6 @@ def forecast(
     machine.step_called()
     rank.clock.start(rank.lane())
     seconds, wire_seconds = rank.settle(rank.training(machine))
-    stage_sizes = link.pattern.stage_sizes(world_size)
     return Forecast(
         schedule=schedule,
         gather=gather,
@@ -75,7 +74,7 @@ def forecast(
         + compute.backward
         + sum(bucket.numel for bucket in traffic) * compute.step_seconds_per_element,
         wire_seconds=wire_seconds,
-        sent_bytes=sent_bytes(workload, world_size, rank=GroupRank(0), stage_sizes=stage_sizes),
+        sent_bytes=sent_bytes(workload, world_size, rank=GroupRank(0), stage_sizes=link.stages(world_size)),
         memory=replace(sharded_memory(workload, world_size), copies=rank.most_copied),
     )
 

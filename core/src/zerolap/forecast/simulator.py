@@ -6,10 +6,9 @@ What the machine asks for is done here, in its order and on the threads on which
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from enum import Enum
-from math import isqrt
 
 from zerolap.forecast.event_loop import Clock, Flag, Queue, Thread
 from zerolap.forecast.workload import Traffic
@@ -24,21 +23,13 @@ _NO_TIME = frozenset({Verb.MIGRATE, Verb.FINISH})  # or only once
 class Pattern(Enum):
     """Who exchanges with whom, and in how many steps that wait for each other."""
 
-    STAGED = "staged"  # all with all at once; from 16 ranks on in two stages, if their number has divisors
+    STAGED = "staged"  # in each stage all with all at once
     RING = "ring"  # each with its neighbour, n - 1 times
 
-    def stage_sizes(self, num_ranks: int) -> tuple[int, ...]:
-        """How many ranks exchange in each stage; they multiply to the number of ranks."""
-        factors = [factor for factor in range(2, isqrt(num_ranks) + 1) if num_ranks % factor == 0]
-        if self is Pattern.STAGED and num_ranks >= 16 and factors:
-            return (factors[-1], num_ranks // factors[-1])
-        return (num_ranks,)
 
-    def messages(self, num_ranks: int) -> tuple[int, ...]:
-        """How many messages a rank sends in each step."""
-        if self is Pattern.RING:
-            return (1,) * (num_ranks - 1)
-        return tuple(size - 1 for size in self.stage_sizes(num_ranks))
+def one_stage(num_ranks: int) -> tuple[int, ...]:
+    """All ranks exchange at once."""
+    return (num_ranks,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,20 +40,31 @@ class Link:
     latency: float = 0.0  # seconds, in each step of an exchange
     seconds_per_message: float = 0.0
     pattern: Pattern = Pattern.STAGED
+    stage_sizes: Callable[[int], tuple[int, ...]] = one_stage  # an adapter's, where exchanges are staged
 
     def __post_init__(self) -> None:
         if not self.bytes_per_second > 0 or not (self.latency >= 0 and self.seconds_per_message >= 0):
             raise ValueError(f"a link has a rate, and its times are not negative, got {self}")
 
+    def stages(self, world_size: int) -> tuple[int, ...]:
+        """How many ranks exchange in each stage; they multiply to the number of ranks."""
+        return self.stage_sizes(world_size) if self.pattern is Pattern.STAGED else one_stage(world_size)
+
+    def messages(self, world_size: int) -> tuple[int, ...]:
+        """How many messages a rank sends in each step."""
+        if self.pattern is Pattern.RING:
+            return (1,) * (world_size - 1)
+        return tuple(size - 1 for size in self.stages(world_size))
+
     def latency_of(self, world_size: int) -> float:
         """Of one exchange, all steps together."""
         if world_size == 1:
             return 0.0
-        return sum(self.latency + num * self.seconds_per_message for num in self.pattern.messages(world_size))
+        return sum(self.latency + num * self.seconds_per_message for num in self.messages(world_size))
 
     def width(self, world_size: int) -> int | None:
         """How many exchanges of one group are under way at once; None for any number."""
-        return None if self.pattern is Pattern.STAGED and len(self.pattern.messages(world_size)) < 2 else 1
+        return None if self.pattern is Pattern.STAGED and len(self.messages(world_size)) < 2 else 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,6 @@ from zerolap.schedule.ownership import EqualRanges, GroupRank, Layout, Policy, S
 MB = 2**20
 FIRST_BUCKET_BYTES = MB  # DDP's first bucket, unless a cap is given: its reduction shall start early
 _ALIGNMENT_BYTES = 64  # of a parameter in its flat buffer; a gather sends the padding with it
-_MAX_RECEIVE_BYTES = 32 * MB  # what is received is summed up as it comes
 _NUM_EXACT = 64  # up to so many ranks every share is looked at; beyond, the largest is bounded
 
 
@@ -42,6 +41,7 @@ class Workload:
     reduce_itemsize: int | None = None  # None: the parameter's own
     gather_itemsize: int | None = None
     cut: int | None = 1
+    max_receive_bytes: int | None = None  # None: room for all of a bucket
 
     @property
     def numel(self) -> int:
@@ -162,14 +162,15 @@ def sharded_memory(workload: Workload, world_size: int, *, rank: GroupRank | Non
             sent_as = workload.reduce_itemsize or itemsize
             stepped_as = param.master_itemsize or itemsize
             reduced += size * (sent_as + (stepped_as if stepped_as != sent_as else 0))
-    sizes = [_bytes(slots, params, workload.reduce_itemsize) for slots in workload.layout]
+    largest = max((_bytes(slots, params, workload.reduce_itemsize) for slots in workload.layout), default=0)
+    limit = workload.max_receive_bytes
     return Memory(
         params=flat,
         gradients=sum(param.numel * param.itemsize for param in params),
         reduced=reduced,
         state=round(state),
         masters=masters,
-        received=min(max(sizes, default=0), _MAX_RECEIVE_BYTES) if world_size > 1 else 0,
+        received=0 if world_size == 1 else largest if limit is None else min(largest, limit),
     )
 
 

@@ -165,22 +165,46 @@ std::vector<Stream*> Runtime::streams_of(int device) {
 void Runtime::enqueue(Stream& stream, Task task) {
   std::lock_guard<std::mutex> lock(stream.mutex_);
   stream.queue_.push_back(std::move(task));
-  if (!stream.has_worker_) {
-    stream.has_worker_ = true;
-    std::thread(&Runtime::work, this, std::ref(stream)).detach();
-  }
-  stream.changed_.notify_one();
+  if (stream.is_busy_) return;  // its worker looks for more before it leaves
+  stream.is_busy_ = true;
+  assign_worker(stream);
 }
 
-void Runtime::work(Stream& stream) {
+void Runtime::assign_worker(Stream& stream) {
+  std::lock_guard<std::mutex> lock(workers_mutex_);
+  if (free_workers_.empty()) {
+    std::thread(&Runtime::work, this, &stream).detach();
+    return;
+  }
+  Worker* worker = free_workers_.back();
+  free_workers_.pop_back();
+  worker->stream = &stream;
+  worker->changed.notify_one();
+}
+
+// Never returns: a thread that ended while the process exits could meet destroyed statics.
+void Runtime::work(Stream* stream) {
   if (on_worker_start) on_worker_start();
+  Worker self;
+  for (;;) {
+    run_queue(*stream);
+    std::unique_lock<std::mutex> lock(workers_mutex_);
+    self.stream = nullptr;
+    free_workers_.push_back(&self);
+    self.changed.wait(lock, [&] { return self.stream != nullptr; });
+    stream = self.stream;
+  }
+}
+
+void Runtime::run_queue(Stream& stream) {
   for (;;) {
     Task task;
     {
-      std::unique_lock<std::mutex> lock(stream.mutex_);
-      stream.is_busy_ = false;
-      stream.changed_.wait(lock, [&] { return !stream.queue_.empty(); });
-      stream.is_busy_ = true;
+      std::lock_guard<std::mutex> lock(stream.mutex_);
+      if (stream.queue_.empty()) {
+        stream.is_busy_ = false;
+        return;
+      }
       task = std::move(stream.queue_.front());
       stream.queue_.pop_front();
     }
@@ -195,6 +219,11 @@ void Runtime::work(Stream& stream) {
     }
     // The task is destroyed here, before the next one runs: a mark that follows says that its memory is let go, too.
   }
+}
+
+bool Runtime::is_idle(Stream& stream) {
+  std::lock_guard<std::mutex> lock(stream.mutex_);
+  return !stream.is_busy_;
 }
 
 static void poison(const BlockPtr& block) { std::memset(block->data, 0xFF, block->size); }  // NaN, or -1 for integers
@@ -230,7 +259,11 @@ void Runtime::launch(Stream& stream, const std::string& op, const std::vector<Op
 MarkPtr Runtime::record(Stream& stream) {
   std::lock_guard<std::mutex> lock(mutex_);
   auto mark = std::make_shared<Mark>(checker_.recorded(stream.label.slot));
-  enqueue(stream, {[mark] { mark->set(); }});
+  if (is_idle(stream)) {
+    mark->set();  // or else a synchronisation would need a worker for every stream there has ever been
+  } else {
+    enqueue(stream, {[mark] { mark->set(); }});
+  }
   return mark;
 }
 
@@ -290,8 +323,7 @@ bool Runtime::query(const MarkPtr& mark) {
 
 bool Runtime::query(Stream& stream) {
   std::lock_guard<std::mutex> lock(mutex_);
-  std::lock_guard<std::mutex> queue_lock(stream.mutex_);
-  if (stream.is_busy_ || !stream.queue_.empty()) return false;
+  if (!is_idle(stream)) return false;
   checker_.host_learns_stream(stream.label.slot);
   return true;
 }

@@ -1,7 +1,9 @@
 // The runtime of the simulated device: streams, events, memory and its failures. No torch tensors.
 //
-// A stream is a queue and one worker thread. Host threads enqueue; workers run one task after the other; an event is a
-// task that sets a mark; a stream that waits runs a task that blocks on a mark. A kernel that throws makes the device
+// A stream is a queue and, while there is something in it, one worker thread. Host threads enqueue; workers run one task
+// after the other; an event is a task that sets a mark; a stream that waits runs a task that blocks on a mark. A worker
+// whose queue is empty is free for any other stream: streams are never destroyed, so one thread for each would pile up.
+// A kernel that throws makes the device
 // *failed*: from then on workers drop kernels but still set marks, so nothing that waits can hang, and every launch and
 // every host synchronisation raises the first failure again, as a sticky error on a card does.
 #pragma once
@@ -56,12 +58,16 @@ class Stream {
  private:
   friend class Runtime;
   std::mutex mutex_;
-  std::condition_variable changed_;
   std::deque<Task> queue_;
-  bool has_worker_ = false;
-  bool is_busy_ = false;
+  bool is_busy_ = false;  // has a worker: something is queued or running
   std::vector<BlockPtr> reusable_;  // freed blocks that the next allocation on this stream may be handed
   std::mt19937_64 delays_;          // drawn at enqueue: the sequence per stream does not depend on timing
+};
+
+// A thread that runs the tasks of one stream after the other's.
+struct Worker {
+  std::condition_variable changed;
+  Stream* stream = nullptr;  // guarded by the runtime's mutex of workers
 };
 
 struct Settings {
@@ -134,7 +140,10 @@ class Runtime {
   Runtime() = default;
   Stream& add_stream(int device, int64_t id, const std::string& name);
   void enqueue(Stream& stream, Task task);
-  void work(Stream& stream);
+  void assign_worker(Stream& stream);
+  void work(Stream* stream);
+  void run_queue(Stream& stream);
+  bool is_idle(Stream& stream);
   void block_host(const MarkPtr& mark);
   std::vector<Stream*> streams_of(int device);
 
@@ -150,6 +159,8 @@ class Runtime {
   std::map<int, std::unique_ptr<Stream>> default_streams_;
   std::vector<std::unique_ptr<Stream>> streams_;  // id = position + 1
   int num_slots_ = 0;
+  std::mutex workers_mutex_;  // taken last
+  std::vector<Worker*> free_workers_;
   std::map<int, std::vector<Stream*>> pools_;
   std::map<int, size_t> next_in_pool_;
   uint64_t num_blocks_ = 0;
