@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerolap import Adapter
-from zerolap.runtime.exchange import all_gather_json
+from zerolap.runtime.peers import all_gather_json
 
 
 def device_of(adapter: Adapter) -> torch.device:

@@ -29,10 +29,10 @@ from zerolap.observe.recorder import Trace
 from zerolap.observe.stats import Stats
 from zerolap.observe.trace import take
 from zerolap.runtime.engine import Engine
-from zerolap.runtime.exchange import all_gather_json
 from zerolap.runtime.native import NativeEngine, Precision
 from zerolap.runtime.optimizer_facts import Factory, exact_cuts, fused_is_same, is_elementwise
 from zerolap.runtime.param_groups import options_of, params_of
+from zerolap.runtime.peers import all_gather_json
 from zerolap.runtime.safety import NonFinite, Safety, WatchedEngine
 from zerolap.runtime.shards import WITH_FUSED
 from zerolap.schedule.machine import Gather, Schedule

@@ -26,8 +26,8 @@ from zerolap.backend.order_check import debug_modes, with_checked_order
 from zerolap.backend.registry import resolve_adapter
 from zerolap.errors import ZerolapError
 from zerolap.runtime.engine import Engine, HookEngine
-from zerolap.runtime.exchange import all_gather_json, forget_keys, refuse_together
 from zerolap.runtime.optimizer_facts import refuse_immovable
+from zerolap.runtime.peers import all_gather_json, forget_keys, refuse_together
 from zerolap.runtime.rereads import Rereads
 from zerolap.schedule.machine import Agreement, Schedule
 from zerolap.schedule.ownership import Policy

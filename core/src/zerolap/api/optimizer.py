@@ -20,12 +20,13 @@ from zerolap._logging import logger_of
 from zerolap._public import public
 from zerolap.api.preflight import called_together, meeting_group
 from zerolap.errors import CollectiveError, ZerolapError, forked
-from zerolap.runtime.exchange import all_gather_json, move_states, refuse_together
 from zerolap.runtime.optimizer_description import describe, digest_of, first_difference
 from zerolap.runtime.optimizer_facts import refuse_inseparable
 from zerolap.runtime.param_groups import ExposedGroup, Options, ParamGroup, options_of, params_of
+from zerolap.runtime.peers import all_gather_json, refuse_together
 from zerolap.runtime.shards import FlatParams, ShardBook
 from zerolap.runtime.state_pieces import State, by_param, copied, fit, flat_state, shaped_state
+from zerolap.runtime.state_transfer import move_states
 from zerolap.schedule.machine import Gather, Schedule
 from zerolap.schedule.ownership import GlobalRank, GroupRank, Piece
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from zerolap.runtime.exchange import refuse_together
+from zerolap.runtime.peers import refuse_together
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -24,8 +24,8 @@ from zerolap._logging import logger_of
 from zerolap.backend.base import Adapter, Moment
 from zerolap.forecast.bucket_sizes import Profile, agree, profile, seconds_by_size
 from zerolap.observe.trace import take
-from zerolap.runtime.exchange import all_gather_json
 from zerolap.runtime.native import NativeEngine
+from zerolap.runtime.peers import all_gather_json
 from zerolap.runtime.rereads import is_compiled
 from zerolap.schedule.machine import Gather, Schedule
 

@@ -25,7 +25,7 @@ from zerolap.calibrate.measure import (
     time_exchanges,
 )
 from zerolap.forecast.forecast import Compute, Link
-from zerolap.runtime.exchange import all_gather_json
+from zerolap.runtime.peers import all_gather_json
 
 _NUM_WARM = 3  # iterations in which DDP finds its buckets, and memory is taken
 _NUM_TIMED = 12

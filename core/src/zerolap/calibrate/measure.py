@@ -22,7 +22,7 @@ from zerolap.api.optimizer import ZeroRedundancyOptimizer
 from zerolap.backend.base import Adapter
 from zerolap.backend.collectives import Parts
 from zerolap.forecast.workload import MB
-from zerolap.runtime.exchange import all_gather_json
+from zerolap.runtime.peers import all_gather_json
 from zerolap.runtime.shards import WITH_FUSED
 
 _NUM_TIMED = 5

@@ -40,8 +40,8 @@ from zerolap.runtime.dcp_state import (
     from_sharded,
     room_for,
 )
-from zerolap.runtime.exchange import all_gather_json, refuse_together
 from zerolap.runtime.param_groups import options_of
+from zerolap.runtime.peers import all_gather_json, refuse_together
 from zerolap.runtime.state_pieces import copied
 from zerolap.schedule.ownership import greedy_owners
 

@@ -38,7 +38,6 @@ from zerolap.backend.base import Adapter
 from zerolap.backend.collectives import Pending
 from zerolap.backend.lanes import Waiter, forget_frames, forget_locals
 from zerolap.errors import CollectiveError, IllegalEventError, ZerolapError, forked
-from zerolap.runtime.exchange import move_states
 from zerolap.runtime.failure_report import LastWords, Words
 from zerolap.runtime.gradient_watch import Gradient, GradientWatch
 from zerolap.runtime.param_groups import Options, options_of
@@ -53,6 +52,7 @@ from zerolap.runtime.shards import (
     stand_in_for,
 )
 from zerolap.runtime.state_pieces import by_param, strides_in_bucket
+from zerolap.runtime.state_transfer import move_states
 from zerolap.schedule.machine import Action, Agreement, Gather, Machine, Phase, Schedule, Verb
 from zerolap.schedule.ownership import (
     BucketPlan,

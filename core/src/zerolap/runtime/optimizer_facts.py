@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zerolap._logging import logger_of
-from zerolap.runtime.exchange import check_sendable
 from zerolap.runtime.param_groups import Options, ParamGroup, options_of, params_of
 from zerolap.runtime.shards import LocalOptimizer, stand_in_for
 from zerolap.runtime.state_pieces import by_param
+from zerolap.runtime.state_transfer import check_sendable
 from zerolap.schedule.ownership import Piece
 
 logger = logger_of(__name__)

@@ -15,9 +15,9 @@ from torch import Tensor
 from zerolap._logging import logger_of
 from zerolap.errors import ZerolapError
 from zerolap.runtime.audit import checksums, describe_drift
-from zerolap.runtime.exchange import all_gather_json
 from zerolap.runtime.native import SEARCH, NativeEngine
 from zerolap.runtime.optimizer_description import describe_options, digest_of, first_option
+from zerolap.runtime.peers import all_gather_json
 from zerolap.runtime.shards import ShardBook
 from zerolap.schedule.machine import Phase, Schedule, Verb
 
