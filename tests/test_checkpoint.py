@@ -605,7 +605,7 @@ def _load_plain(file: str) -> bytes:
 
 def test_sharded_and_single_files_become_each_other(tmp_path: Path) -> None:
     saved = run_ranks(2, _save, str(tmp_path / "sharded"), {})
-    path = checkpoint.path_of(tmp_path / "sharded", 3)
+    path = zerolap.checkpoint.folder.path_of(tmp_path / "sharded", 3)
     convert.to_file(path, tmp_path / "single.pt")
     plain = pickle.loads(_load_plain(str(tmp_path / "single.pt")))
     for key in ("model", "state"):

@@ -25,21 +25,21 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zerolap._public import public_in
 from zerolap.api.optimizer import ZeroRedundancyOptimizer
+from zerolap.checkpoint.compatibility import Compatibility, compatibility_of, entries_in
 from zerolap.checkpoint.folder import find, keep_number, latest, manifest_of, path_of, step_number, steps
 from zerolap.checkpoint.reader import CheckpointError, CheckpointReader, unpacked
 from zerolap.checkpoint.writer import Saving, Target, limit_of, partial_name, timeout_of, write_state
 from zerolap.errors import CollectiveError, ZerolapError
 from zerolap.runtime.dcp_state import (
-    Described,
-    Fit,
     FlatShards,
+    ParamShape,
     compare,
-    described_then,
-    entries_in,
-    fit_of,
     from_sharded,
     room_for,
+    saved_shapes,
+    shapes_of,
 )
+from zerolap.runtime.optimizer_state import options_by_name
 from zerolap.runtime.param_groups import options_of
 from zerolap.runtime.peers import all_gather_json, refuse_together
 from zerolap.runtime.state_pieces import copied
@@ -286,8 +286,8 @@ def load(
         small = reader.read(
             {"optimizer": {"params": None, "param_groups": None}, "extra": reader.room(("extra",)), **about}
         )
-        then = described_then(small["optimizer"]["params"])
-        now = optimizer._described(model)
+        then = saved_shapes(small["optimizer"]["params"])
+        now = shapes_of(model, optimizer._book.params)
         module = _module_of(model)
         room = {
             name: torch.empty_like(value, device="cpu") if isinstance(value, Tensor) else None
@@ -306,7 +306,7 @@ def load(
         states = room_for(reader.metadata, STATES, pieces, now, then)
         whole = reader.read({"model": room, "optimizer": {"state": states}})
         found = from_sharded(whole["optimizer"]["state"], now, then)
-        options = optimizer._options_by_name(small["optimizer"]["param_groups"], now)
+        options = options_by_name(optimizer.param_groups, small["optimizer"]["param_groups"], now)
         if not fit.is_same_class:
             options = [options_of(each) for each in optimizer.param_groups]
         if _manifest_digest(path) != before:
@@ -316,7 +316,7 @@ def load(
     found, extra = _on_all_or_none(_damaged_is_an_error(read, path), group, f"loading {path}")
     module = _module_of(model)
     module.load_state_dict(found["model"], strict=strict)
-    optimizer._take(found["options"], found["states"])
+    optimizer._resume_from(found["options"], found["states"])
     return Loaded(reader.step, extra, path)
 
 
@@ -364,12 +364,12 @@ def _fit(
     saved_class: str | None,
     saved_groups: Sequence[Mapping[str, Any]],
     entries: Mapping[str, frozenset[str]],
-    params: Sequence[Described],
-) -> Fit:
-    return fit_of(
+    params: Sequence[ParamShape],
+) -> Compatibility:
+    return compatibility_of(
         saved_class,
         class_name(optimizer),
-        saved_options=optimizer._options_by_name(saved_groups, params),
+        saved_options=options_by_name(optimizer.param_groups, saved_groups, params),
         groups=optimizer.param_groups,
         entries=entries,
         params=params,

@@ -17,7 +17,7 @@ from zerolap.checkpoint.folder import find, path_of
 from zerolap.checkpoint.reader import CheckpointError, CheckpointReader, unpacked
 from zerolap.checkpoint.writer import Target, write_state
 from zerolap.errors import ZerolapError
-from zerolap.runtime.dcp_state import Described, described_then, from_sharded, room_for, to_sharded
+from zerolap.runtime.dcp_state import ParamShape, from_sharded, room_for, saved_shapes, to_sharded
 from zerolap.runtime.state_pieces import State, flat_state, shaped_state
 from zerolap.schedule.ownership import Piece
 from zerolap.untrusted.files import open_regular, printable, written_whole
@@ -35,10 +35,10 @@ def _reading(path: str | os.PathLike[str]) -> Iterator[None]:
         raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
 
 
-def _small(reader: CheckpointReader) -> tuple[dict[str, Described], list[dict[str, Any]]]:
+def _small(reader: CheckpointReader) -> tuple[dict[str, ParamShape], list[dict[str, Any]]]:
     """The parameters of a checkpoint, and its param groups."""
     small = reader.read({"optimizer": {"params": None, "param_groups": None}})["optimizer"]
-    then, groups = described_then(small["params"]), small["param_groups"]
+    then, groups = saved_shapes(small["params"]), small["param_groups"]
     if type(groups) not in (list, tuple) or not all(isinstance(group, dict) for group in groups):
         raise ValueError("its param groups are no list of dicts")
     for group in groups:
@@ -120,7 +120,7 @@ def _consolidated(reader: CheckpointReader) -> dict[str, Any]:
     }
 
 
-def _like(param: Described) -> Tensor:
+def _like(param: ParamShape) -> Tensor:
     return torch.empty_strided(param.shape, param.strides, device="meta")
 
 
@@ -151,7 +151,7 @@ def _split(whole: dict[str, Any]) -> dict[str, Any]:
     _check_model(model)
     _check_optimizer(optimizer)
     names = _names(model, optimizer)
-    params = [Described.of(name, model[name]) for name in names]
+    params = [ParamShape.of(name, model[name]) for name in names]
     states: dict[Piece, State] = {
         Piece(index, 0, params[index].numel): flat_state(state, model[names[index]])
         for index, state in optimizer["state"].items()
