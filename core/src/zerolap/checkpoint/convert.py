@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerolap.checkpoint.checkpoint import STATES, pack
+from zerolap.checkpoint.contents import STATES, pack
 from zerolap.checkpoint.folder import find, path_of
 from zerolap.checkpoint.reader import CheckpointError, CheckpointReader, unpacked
 from zerolap.checkpoint.writer import Target, write_state

@@ -116,7 +116,7 @@ class CheckpointReader(filesystem.FileSystemReader):
     def __init__(self, path: Path, *, share: tuple[int, int] = (0, 1)) -> None:
         """Compares this rank's share, (rank, ranks), of the files with their digests."""
         super().__init__(path)
-        self._folder = path
+        self.folder = path
         self._compared: dict[str, Identity] = {}
         try:
             with _opened(path) as folder:
@@ -160,7 +160,7 @@ class CheckpointReader(filesystem.FileSystemReader):
 
     def _must_be(self, is_same: bool, name: str) -> None:
         if not is_same:
-            raise CheckpointError(f"{self._folder / printable(name, 300)} is damaged: it is not what was written")
+            raise CheckpointError(f"{self.folder / printable(name, 300)} is damaged: it is not what was written")
 
     def names(self, under: tuple[str, ...]) -> dict[str, Any]:
         """What is directly under a path, and what is known of it."""
@@ -172,7 +172,7 @@ class CheckpointReader(filesystem.FileSystemReader):
     def room(self, where: tuple[str, ...]) -> Tensor:
         kept = self._under.get(where[:-1], {}).get(where[-1])
         if not isinstance(kept, TensorStorageMetadata):
-            raise CheckpointError(f"{self._folder} has no tensor {printable('.'.join(where), 200)}")
+            raise CheckpointError(f"{self.folder} has no tensor {printable('.'.join(where), 200)}")
         return torch.empty(kept.size, dtype=kept.properties.dtype)
 
     def read(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -183,7 +183,7 @@ class CheckpointReader(filesystem.FileSystemReader):
             kept = self.metadata.state_dict_metadata.get(name)
             if kept is not None and isinstance(value, Tensor) != isinstance(kept, TensorStorageMetadata):
                 raise CheckpointError(
-                    f"{self._folder} has {printable(name, 200)} as {type(kept).__name__}, and it is asked for as {type(value).__name__}"
+                    f"{self.folder} has {printable(name, 200)} as {type(kept).__name__}, and it is asked for as {type(value).__name__}"
                 )
         self.set_up_storage_reader(self.metadata, is_coordinator=True)
         try:
@@ -191,7 +191,7 @@ class CheckpointReader(filesystem.FileSystemReader):
         except CheckpointError:
             raise
         except Exception as error:
-            raise CheckpointError(f"{self._folder} cannot be read: {type(error).__name__}: {error}") from error
+            raise CheckpointError(f"{self.folder} cannot be read: {type(error).__name__}: {error}") from error
         return state
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -199,7 +199,7 @@ class CheckpointReader(filesystem.FileSystemReader):
         by_file: dict[str, list[ReadItem]] = {}
         for item in plan.items:
             by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
-        with _opened(self._folder) as folder:
+        with _opened(self.folder) as folder:
             for name, items in by_file.items():
                 with open_regular(name, inside=folder, size=self.files[name][0]) as stream:
                     now = identity(os.fstat(stream.fileno()))
@@ -218,7 +218,7 @@ class CheckpointReader(filesystem.FileSystemReader):
         tensor = load_plain(stream, info.length, start=info.offset)
         if type(tensor) is not Tensor or (tensor.shape, tensor.dtype) != self._chunks[item.storage_index]:
             raise CheckpointError(
-                f"{self._folder} has something else than its .metadata says in the place of {printable(item.storage_index.fqn, 200)}"
+                f"{self.folder} has something else than its .metadata says in the place of {printable(item.storage_index.fqn, 200)}"
             )
         target = planner.resolve_tensor(item).detach()
         target.copy_(narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths))
