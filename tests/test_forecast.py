@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import zerolap
 from training import SMALL_BUCKETS, Mlp, backward, batches
 from zerolap.calibrate.calibrate import Measured, calibrate, measure
-from zerolap.calibrate.from_model import Described, describe, workload_of
+from zerolap.calibrate.from_model import ModelParam, describe, workload_of
 from zerolap.forecast.forecast import Compute, Forecast, Link, Pattern, forecast, forecast_all, forecast_ddp, recommend
 from zerolap.forecast.workload import MB, Param, Workload, bucketize, sent_bytes, sharded_memory, traffic_of
 from zerolap.runtime.native import Precision
@@ -188,7 +188,7 @@ def test_a_step_takes_no_less_when_anything_costs_more(cost: str) -> None:
 
 
 def test_more_ranks_hold_less_and_send_more() -> None:
-    workload = workload_of([Described((512, 512), torch.float32, 1.0)] * 12, optimizer_class=torch.optim.AdamW)
+    workload = workload_of([ModelParam((512, 512), torch.float32, 1.0)] * 12, optimizer_class=torch.optim.AdamW)
     held = [sharded_memory(workload, size).total for size in (1, 2, 4, 64, 4096)]
     sent = [
         sent_bytes(workload, size, rank=GroupRank(0), stage_sizes=Pattern.STAGED.stage_sizes(size))
@@ -474,7 +474,7 @@ def test_a_forecast_is_cheap() -> None:
 
 
 def test_7_billion_parameters_on_4096_ranks_are_forecast_in_seconds() -> None:
-    from zerolap.cli.given import typical
+    from zerolap.cli.plan_inputs import typical
 
     start = time.process_time()
     workload = workload_of(typical(7e9), optimizer_class=torch.optim.AdamW)

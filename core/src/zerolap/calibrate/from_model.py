@@ -27,7 +27,7 @@ _PRIMES = (
 )  # a tiny tensor's shape: which of its sizes a state's size comes from is plain to see
 
 
-class Described(NamedTuple):
+class ModelParam(NamedTuple):
     """A parameter before it is known how it is trained."""
 
     shape: tuple[int, ...]
@@ -35,18 +35,18 @@ class Described(NamedTuple):
     work: float  # its share of the computing, in any unit
 
 
-def describe(module: nn.Module) -> list[Described]:
+def describe(module: nn.Module) -> list[ModelParam]:
     """The parameters that are trained, in order. Tables that are only looked up in take no computing."""
     looked_up = {child.weight for child in module.modules() if isinstance(child, nn.Embedding | nn.EmbeddingBag)}
     return [
-        Described(tuple(param.shape), param.dtype, 0.0 if param in looked_up else float(param.numel()))
+        ModelParam(tuple(param.shape), param.dtype, 0.0 if param in looked_up else float(param.numel()))
         for param in module.parameters()
         if param.requires_grad
     ]
 
 
 def workload_of(
-    params: Sequence[Described],
+    params: Sequence[ModelParam],
     *,
     optimizer_class: type[Optimizer],
     optimizer_options: Mapping[str, Any] | None = None,

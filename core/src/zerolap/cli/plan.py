@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from zerolap.backend.registry import resolve_adapter
 from zerolap.calibrate.calibrate import Measured, calibrate, measure
 from zerolap.calibrate.from_model import workload_of
-from zerolap.cli.given import (
-    Wanted,
+from zerolap.cli.plan_inputs import (
     attribute,
     dtype_of,
     json_object,
@@ -35,6 +34,7 @@ from zerolap.cli.given import (
     to_operations_per_second,
     to_seconds,
 )
+from zerolap.cli.plan_options import PlanOptions
 from zerolap.forecast.forecast import Advice, Compute, Forecast, Link, Pattern, forecast_all, recommend
 from zerolap.forecast.workload import Workload
 from zerolap.untrusted.files import printable
@@ -47,7 +47,7 @@ _STEP_SECONDS_PER_ELEMENT = 5e-11  # unless it is given: 28 bytes of memory traf
 class Planned:
     """What came of it."""
 
-    wanted: Wanted
+    wanted: PlanOptions
     workload: Workload
     link: Link
     compute: Compute
@@ -55,8 +55,9 @@ class Planned:
     advice: Advice
 
 
-def plan(wanted: Wanted, *, say: Callable[[str], None]) -> Planned:
+def plan(wanted: PlanOptions, *, say: Callable[[str], None]) -> Planned:
     """Forecast what was asked for; ValueError says what is missing or wrong, and what to give instead."""
+    pattern = wanted.pattern
     params = params_of(wanted)
     optimizer_class = optimizer_class_of(wanted.optimizer)
     options = json_object(wanted.optimizer_options, "--optimizer-options")
@@ -70,7 +71,7 @@ def plan(wanted: Wanted, *, say: Callable[[str], None]) -> Planned:
         optimizer_options=options,
         precision=precision_of(wanted, params),
         bucket_cap_mb=wanted.bucket_cap_mb,
-        exact_cut=64 if wanted.exchange is Pattern.STAGED else 1,
+        exact_cut=64 if pattern is Pattern.STAGED else 1,
         measured=measured,
     )
     link, compute = _link_and_compute(wanted, measured, sum(param.work for param in params))
@@ -85,7 +86,7 @@ def plan(wanted: Wanted, *, say: Callable[[str], None]) -> Planned:
     )
 
 
-def _link_and_compute(wanted: Wanted, measured: Measured | None, work: float) -> tuple[Link, Compute]:
+def _link_and_compute(wanted: PlanOptions, measured: Measured | None, work: float) -> tuple[Link, Compute]:
     """What was measured, with what was said in its place. All that was said is looked at, also what another option replaces."""
     speed = None if wanted.flops is None else to_operations_per_second(wanted.flops)
     forward = None if wanted.forward is None else to_seconds(wanted.forward)
@@ -100,7 +101,7 @@ def _link_and_compute(wanted: Wanted, measured: Measured | None, work: float) ->
             )
         link = Link(bytes_per_second=1.0)
         compute = Compute(forward=0.0, backward=0.0, step_seconds_per_element=_STEP_SECONDS_PER_ELEMENT, cores=cores)
-    link = replace(link, pattern=wanted.exchange)
+    link = replace(link, pattern=wanted.pattern)
     if wanted.bandwidth is not None:
         link = replace(link, bytes_per_second=to_bytes_per_second(wanted.bandwidth))
     if wanted.latency is not None:
@@ -128,7 +129,7 @@ def _link_and_compute(wanted: Wanted, measured: Measured | None, work: float) ->
 # --- measuring --------------------------------------------------------------------------------------------------------
 
 
-def _measured(wanted: Wanted) -> Measured:
+def _measured(wanted: PlanOptions) -> Measured:
     """Measure the model on ranks of this machine; what fails there is an error here."""
     if wanted.model is None or wanted.batch is None:
         raise ValueError(
@@ -150,7 +151,7 @@ def _tuples(value: Any) -> Any:
     return tuple(_tuples(each) for each in value) if isinstance(value, list) else value
 
 
-def _measure(rank: int, wanted: Wanted, folder: str) -> None:
+def _measure(rank: int, wanted: PlanOptions, folder: str) -> None:
     assert wanted.model is not None
     assert wanted.batch is not None
     torch.set_num_threads(1)
