@@ -242,9 +242,9 @@ def test_bytes_of_an_exchange_in_stages_are_those_that_the_adapter_counts(num_ra
 
 
 def traffic_plan(workload: Workload, num_ranks: int) -> Any:
-    from zerolap.schedule.ownership import Policy, make_plan
+    from zerolap.schedule.ownership import Policy, assign_owners
 
-    plan = make_plan(workload.layout, world_size=num_ranks, policy=Policy.BY_ELEMENT, cut=workload.cut)
+    plan = assign_owners(workload.layout, world_size=num_ranks, policy=Policy.BY_ELEMENT, cut=workload.cut)
     return plan.buckets
 
 

@@ -19,7 +19,7 @@ import pytest
 
 from synthetic_runs import run_of, trace_of
 from zerolap.observe.timeline import (
-    Clock,
+    HostClock,
     RankTrace,
     Span,
     TraceError,
@@ -264,7 +264,9 @@ def test_ranks_of_one_host_share_a_clock() -> None:
 def test_clocks_of_different_hosts_are_aligned_by_the_collectives() -> None:
     """Two clocks that differ by an unknown amount, and system clocks that are wrong, too."""
     first, second = run_of(2, 20, 3)
-    moved = replace(second, clock=Clock(host="another", begin=second.clock.begin - 777.0, unix=second.clock.unix + 40))
+    moved = replace(
+        second, clock=HostClock(host="another", begin=second.clock.begin - 777.0, unix=second.clock.unix + 40)
+    )
     run = merge([first, moved])
     off = run.traces[1].spans[0].start - second.spans[0].start
     assert abs(off) < 1e-3, off
@@ -275,7 +277,7 @@ def test_clocks_of_different_hosts_are_aligned_by_the_collectives() -> None:
 
 def test_without_collectives_in_common_the_systems_clock_counts() -> None:
     first, second = (trace_of([Span("forward", None, 0, 1, 1)], rank=rank, num_ranks=2) for rank in range(2))
-    moved = replace(second, clock=Clock(host="another", begin=5.0, unix=first.clock.unix + 3))
+    moved = replace(second, clock=HostClock(host="another", begin=5.0, unix=first.clock.unix + 3))
     run = merge([first, moved])
     assert run.traces[1].spans[0].start == pytest.approx(3)
     assert "ranks 1 by their system's clock" in run.clock

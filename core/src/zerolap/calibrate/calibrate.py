@@ -17,8 +17,8 @@ from zerolap.backend.base import Adapter, Moment
 from zerolap.backend.registry import resolve_adapter
 from zerolap.calibrate.measure import (
     Exchanges,
+    barrier,
     host_seconds,
-    meet,
     reduce_nothing,
     step_seconds,
     time_contended,
@@ -169,7 +169,7 @@ def _profile(
         module.zero_grad()
         used.clear()
         ready.clear()
-        meet(group)
+        barrier(group)
         start = adapter.moment()
         loss = forward(ddp)
         between = adapter.moment()

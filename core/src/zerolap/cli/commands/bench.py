@@ -1,4 +1,4 @@
-"""`zerolap bench`."""
+"""`zerolap bench`: compare with DDP and with other sharded optimizers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`zerolap checkpoint inspect` and `zerolap checkpoint convert`."""
+"""`zerolap checkpoint`: inspect and convert sharded checkpoints."""
 
 from __future__ import annotations
 

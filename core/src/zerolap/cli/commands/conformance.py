@@ -1,4 +1,4 @@
-"""`zerolap conformance`."""
+"""`zerolap conformance`: try every requirement of an adapter."""
 
 from __future__ import annotations
 

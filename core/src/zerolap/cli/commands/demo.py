@@ -1,4 +1,4 @@
-"""`zerolap demo`."""
+"""`zerolap demo`: train a small model twice on this CPU, and compare."""
 
 from __future__ import annotations
 

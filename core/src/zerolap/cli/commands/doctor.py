@@ -1,4 +1,4 @@
-"""`zerolap doctor`."""
+"""`zerolap doctor`: what is installed, and which devices can be used."""
 
 from __future__ import annotations
 

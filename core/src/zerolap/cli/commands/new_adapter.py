@@ -1,4 +1,4 @@
-"""`zerolap new-adapter`."""
+"""`zerolap new-adapter`: write the skeleton of an adapter package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`zerolap plan`."""
+"""`zerolap plan`: forecast time, bytes and memory of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`zerolap trace`."""
+"""`zerolap trace`: how much of the communication was hidden."""
 
 from __future__ import annotations
 

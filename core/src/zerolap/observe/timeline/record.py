@@ -1,4 +1,4 @@
-"""What one rank's trace holds, and its file: one JSON object, written whole or not at all. Nothing is computed here."""
+"""What one rank's trace holds, and its file: one JSON object, written atomically. Nothing is computed here."""
 
 from __future__ import annotations
 
@@ -52,12 +52,15 @@ class Bucket:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Clock:
+class HostClock:
     """The clock that a trace's moments were taken by. Ranks with the same ``host`` share it."""
 
     host: str
     begin: float  # seconds on this clock when the trace began
     unix: float  # the same moment by the system's clock, which other hosts have, too
+
+
+Clock = HostClock  # temporary, until recorder.py and trace.py say HostClock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +70,7 @@ class RankTrace:
     rank: int  # of the whole job, as all ranks here
     ranks: tuple[int, ...]  # of all that took part
     run: str  # the same on all ranks, and on no others
-    clock: Clock
+    clock: HostClock
     seconds: float  # what happened later, or has not ended by then, is not in the trace
     spans: tuple[Span, ...]
     buckets: tuple[Bucket, ...] = ()
@@ -177,7 +180,7 @@ def _from_json(content: dict[str, Any]) -> RankTrace:
         rank=rank,
         ranks=ranks,
         run=_text(content["run"]),
-        clock=Clock(
+        clock=HostClock(
             host=_text(clock["host"]), begin=_seconds(clock["begin"], -1e12), unix=_seconds(clock["unix"], -1e12)
         ),
         seconds=_seconds(content["seconds"]),
