@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zerolap._logging import logger_of
 from zerolap.backend.base import Adapter, Moment
-from zerolap.forecast.bucket_sizes import Profile, agree, profile, seconds_by_size
+from zerolap.forecast.bucket_sizes import Profile, common_profile, profile, seconds_by_size
 from zerolap.observe.trace import take
 from zerolap.runtime.native import NativeEngine
 from zerolap.runtime.peers import all_gather_json
@@ -206,7 +206,7 @@ class Tuner:
         others = [size for size in _OTHER_BUCKET_MB if not 0.5 < size / here < 2]
         if any(each is None for each in profiles):
             return [size for size in others if size in _FIRST_GUESSES_MB]
-        agreed = agree([Profile(*each) for each in profiles])
+        agreed = common_profile([Profile(*each) for each in profiles])
         self._foreseen = seconds_by_size(agreed, workload, [here, *others], ways=ways, world_size=num_ranks)
         most = _WORTH_A_TRY * self._foreseen.get(here, float("inf"))
         forecasts = {size: taken for size, taken in self._foreseen.items() if size != here and taken < most}

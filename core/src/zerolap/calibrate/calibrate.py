@@ -126,7 +126,7 @@ def measure(
     )
 
 
-class _Profile(NamedTuple):
+class _ModelTimes(NamedTuple):
     forward: float
     backward: float
     used_at: tuple[float, ...]
@@ -146,7 +146,7 @@ class _Marks(NamedTuple):
 
 def _profile(
     ddp: DistributedDataParallel, forward: Callable[[nn.Module], Tensor], *, adapter: Adapter, group: dist.ProcessGroup
-) -> _Profile:
+) -> _ModelTimes:
     """Iterate under a DDP that reduces nothing: what is left is computing, and DDP's own work."""
     module: nn.Module = ddp.module
     params = [param for param in module.parameters() if param.requires_grad]
@@ -194,7 +194,7 @@ def _profile(
     ]
     said = all_gather_json(mine, group=group, what="comparing times of forward and backward")
     slowest = [max(taken, key=sum) for taken in zip(*(each[0] for each in said), strict=True)]
-    return _Profile(
+    return _ModelTimes(
         statistics.median(seconds for seconds, _ in slowest),
         statistics.median(seconds for _, seconds in slowest),
         tuple(statistics.mean(of_ranks) for of_ranks in zip(*(each[1] for each in said), strict=True)),

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from zerolap.backend.registry import resolve_adapter
 from zerolap.calibrate.calibrate import Measured, calibrate, measure
 from zerolap.calibrate.from_model import workload_of
+from zerolap.cli.import_path import attribute
 from zerolap.cli.plan_inputs import (
-    attribute,
     dtype_of,
     json_object,
     make_model,
@@ -57,7 +57,6 @@ class Planned:
 
 def plan(wanted: PlanOptions, *, say: Callable[[str], None]) -> Planned:
     """Forecast what was asked for; ValueError says what is missing or wrong, and what to give instead."""
-    pattern = wanted.pattern
     params = params_of(wanted)
     optimizer_class = optimizer_class_of(wanted.optimizer)
     options = json_object(wanted.optimizer_options, "--optimizer-options")
@@ -71,7 +70,7 @@ def plan(wanted: PlanOptions, *, say: Callable[[str], None]) -> Planned:
         optimizer_options=options,
         precision=precision_of(wanted, params),
         bucket_cap_mb=wanted.bucket_cap_mb,
-        exact_cut=64 if pattern is Pattern.STAGED else 1,
+        exact_cut=64 if wanted.exchange is Pattern.STAGED else 1,
         measured=measured,
     )
     link, compute = _link_and_compute(wanted, measured, sum(param.work for param in params))
@@ -101,7 +100,7 @@ def _link_and_compute(wanted: PlanOptions, measured: Measured | None, work: floa
             )
         link = Link(bytes_per_second=1.0)
         compute = Compute(forward=0.0, backward=0.0, step_seconds_per_element=_STEP_SECONDS_PER_ELEMENT, cores=cores)
-    link = replace(link, pattern=wanted.pattern)
+    link = replace(link, pattern=wanted.exchange)
     if wanted.bandwidth is not None:
         link = replace(link, bytes_per_second=to_bytes_per_second(wanted.bandwidth))
     if wanted.latency is not None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import math
-import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zerolap.calibrate.from_model import ModelParam, describe
+from zerolap.cli.import_path import attribute
 from zerolap.cli.numbers import in_units
 from zerolap.cli.plan_options import PlanOptions
 from zerolap.runtime.native import Precision
@@ -78,29 +76,6 @@ def make_model(path: str, *, device: str) -> nn.Module:
     if not isinstance(made, nn.Module):
         raise ValueError(f"--model {path} makes a {type(made).__name__}, not a torch.nn.Module")
     return made
-
-
-def attribute(path: str, option: str) -> Any:
-    found = imported(path, option)
-    if not callable(found):
-        module, _, name = path.partition(":")
-        raise ValueError(f"{option} {path}: {module} has no callable {name!r}")
-    return found
-
-
-def imported(path: str, option: str) -> Any:
-    """What MODULE:NAME names, None if the module has no such thing; ValueError if the module cannot be imported."""
-    if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", path) or len(path) > 1000:
-        raise ValueError(f"{option} is MODULE:CALLABLE, for example train:make_model, got {path[:200]!r}")
-    module, _, name = path.partition(":")
-    if "" not in sys.path:
-        sys.path.insert(0, "")  # what lies here, as with `python -m`
-    try:
-        return getattr(importlib.import_module(module), name, None)
-    except ModuleNotFoundError as error:
-        raise ValueError(f"{option} {path} cannot be imported: {error}; run this where it can be") from error
-    except (Exception, SystemExit) as error:  # the module's own: it is the user who named it
-        raise ValueError(f"{option} {path} cannot be imported: {type(error).__name__}: {printable(error)}") from error
 
 
 def _from_shapes(path: Path) -> list[ModelParam]:

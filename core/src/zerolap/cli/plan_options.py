@@ -31,8 +31,8 @@ class PlanOptions:
     ] = None
     bandwidth: Annotated[str | None, typer.Option(help="Of a rank's link, each way, for example 100Gbit.")] = None
     latency: Annotated[str | None, typer.Option(help="Of an exchange of nothing, for example 10us.")] = None
-    exchange: Annotated[
-        str, typer.Option(help="staged, as the CPU adapter does it, or ring, as collective libraries do.")
+    exchange_pattern: Annotated[
+        str, typer.Option("--exchange", help="staged, as the CPU adapter does it, or ring, as collective libraries do.")
     ] = "staged"
     forward: Annotated[str | None, typer.Option(help="Time of forward, for example 0.12 or 120ms.")] = None
     backward: Annotated[str | None, typer.Option(help="Time of backward.")] = None
@@ -71,10 +71,11 @@ class PlanOptions:
     ] = None
 
     @property
-    def pattern(self) -> Pattern:
-        if self.exchange not in (pattern.value for pattern in Pattern):
-            raise ValueError(f"--exchange is staged or ring, got {self.exchange[:200]!r}")
-        return Pattern(self.exchange)
+    def exchange(self) -> Pattern:
+        """ValueError if there is no such pattern."""
+        if self.exchange_pattern not in (pattern.value for pattern in Pattern):
+            raise ValueError(f"--exchange is staged or ring, got {self.exchange_pattern[:200]!r}")
+        return Pattern(self.exchange_pattern)
 
 
 def taking_options(command: Callable[[PlanOptions, bool], None]) -> Callable[..., None]:

@@ -81,7 +81,7 @@ def _iteration(spans: list[Span]) -> _Iteration | None:
     )
 
 
-def agree(profiles: Sequence[Profile]) -> Profile:
+def common_profile(profiles: Sequence[Profile]) -> Profile:
     """One for all ranks: the slowest's, over a link as fast as anybody has seen it; the others' spans hold waiting for that rank."""
     slowest = max(profiles, key=lambda each: each.forward + each.backward)
     return slowest._replace(

@@ -68,21 +68,21 @@ def _make_folder(path: Path) -> None:
         raise fail(f"{path} cannot be made: {getattr(error, 'strerror', None) or error}", code=2) from error
 
 
-def _check_adapter(given: str) -> None:
+def _check_adapter(named: str) -> None:
     """End with code 2 if nothing goes by this name. What is there and broken is for the verdict to say."""
     from zerolap.backend.registry import installed_adapters
-    from zerolap.cli.plan_inputs import imported
+    from zerolap.cli.import_path import imported
 
-    module, is_path, name = given.partition(":")
+    module, is_path, name = named.partition(":")
     if is_path:
         try:
-            is_there = imported(given, "--adapter") is not None
+            is_there = imported(named, "--adapter") is not None
         except ValueError as error:
             raise fail(str(error), code=2) from error
         if not is_there:
-            raise fail(f"--adapter {given}: there is no {name!r} in {module}", code=2)
-    elif given not in installed_adapters():
+            raise fail(f"--adapter {named}: there is no {name!r} in {module}", code=2)
+    elif named not in installed_adapters():
         names = ", ".join(installed_adapters()) or "none"
         raise fail(
-            f"no adapter {given!r}; installed: {names}. One that is not installed is given as module:attribute", code=2
+            f"no adapter {named!r}; installed: {names}. One that is not installed is given as module:attribute", code=2
         )
