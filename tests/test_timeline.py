@@ -219,7 +219,7 @@ def _file(folder: Path, **changes: Any) -> Path:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"zerolap_trace": "left out"}, "is no trace of zerolap"),
+        ({"zerolap_trace": "left out"}, "is not a trace of zerolap"),
         ({"zerolap_trace": 2}, "has schema 2"),
         ({"clock": "left out"}, "is damaged: KeyError: 'clock'"),
         ({"spans": [["sleep", 0, 0, 1, 1, None]]}, "is damaged: ValueError: no such span"),
@@ -366,9 +366,9 @@ def test_the_command_says_the_verdict_and_writes_pictures(tmp_path: Path) -> Non
 def test_the_command_refuses_what_is_no_run(tmp_path: Path) -> None:
     (tmp_path / "rank0.json").write_text("{}")
     for arguments, code, said in (
-        ((tmp_path / "nowhere",), 2, "is not there"),
-        ((tmp_path,), 1, "is no trace of zerolap"),
-        ((tmp_path / "rank0.json", "--out", "x"), 1, "is no trace of zerolap"),
+        ((tmp_path / "nowhere",), 2, "does not exist"),
+        ((tmp_path,), 1, "is not a trace of zerolap"),
+        ((tmp_path / "rank0.json", "--out", "x"), 1, "is not a trace of zerolap"),
         ((), 2, "Missing argument"),
     ):
         ran = _zerolap("trace", *arguments)

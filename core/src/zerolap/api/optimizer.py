@@ -73,7 +73,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     ) -> None:
         given: object = process_group
         if given is dist.GroupMember.NON_GROUP_MEMBER:
-            raise ValueError("this rank is not in the process_group; only the ranks that are make the optimizer")
+            raise ValueError("this rank is not in the process_group; make the optimizer on the ranks of that group only")
         group = meeting_group(process_group)
         self.process_group: dist.ProcessGroup = group
         self.world_size: int = group.size()

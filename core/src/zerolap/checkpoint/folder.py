@@ -133,7 +133,7 @@ def _aside(path: Path) -> Path:
 
 
 def manifest_of(path: Path) -> bytes:
-    """A manifest as it is on disk; OSError if it is no regular file of a sane size."""
+    """A manifest as it is on disk; OSError if it is not a regular file of a sane size."""
     with open_regular(path / MANIFEST, largest=_LARGEST_MANIFEST) as stream:
         return read_all(stream, _LARGEST_MANIFEST)
 

@@ -149,7 +149,7 @@ def _chosen(folder: str | os.PathLike[str], step: Any, group: dist.ProcessGroup)
     (number,) = wanted
     if not held or (number is not None and number not in held):
         raise FileNotFoundError(
-            f"{folder} has no whole checkpoint{'' if number is None else f' of step {number}'}; it has {held}"
+            f"{folder} has no complete checkpoint{'' if number is None else f' of step {number}'}; it has {held}"
         )
     number = newest if number is None else number
     return find(folder, number) or path_of(folder, number)

@@ -73,14 +73,14 @@ def read_manifest(path: Path, *, folder: int) -> Manifest:
     """The manifest in a folder that is open, checked; ValueError, OSError or CheckpointError if it is not usable."""
     held = read_json(MANIFEST, largest=_LARGEST_MANIFEST, inside=folder)
     if not isinstance(held, dict) or not {"format", "step", "ranks", "files"} <= held.keys():
-        raise CheckpointError(f"{path}/{MANIFEST} is no manifest of a checkpoint")
+        raise CheckpointError(f"{path}/{MANIFEST} is not the manifest of a checkpoint")
     if held["format"] != FORMAT or type(held["format"]) is not int:
         raise CheckpointError(f"{path} has format {printable(held['format'], 100)}, this is for {FORMAT}")
     step, ranks, files = held["step"], held["ranks"], held["files"]
     is_counted = type(step) is int and type(ranks) is int and 0 <= step < 2**63 and 1 <= ranks < 2**31
     if not is_counted or not isinstance(files, dict) or METADATA not in files:
         raise CheckpointError(
-            f"{path}/{MANIFEST} is no manifest of a checkpoint: a number is odd, or {METADATA} is missing"
+            f"{path}/{MANIFEST} is not the manifest of a checkpoint: a number is out of range, or {METADATA} is missing"
         )
     return Manifest(step, ranks, {name: _checked(path, name, said) for name, said in files.items()})
 
@@ -218,7 +218,7 @@ class CheckpointReader(filesystem.FileSystemReader):
         tensor = load_plain(stream, info.length, start=info.offset)
         if type(tensor) is not Tensor or (tensor.shape, tensor.dtype) != self._chunks[item.storage_index]:
             raise CheckpointError(
-                f"{self.folder} has something else than its .metadata says in the place of {printable(item.storage_index.fqn, 200)}"
+                f"{self.folder} has something other than its .metadata says in place of {printable(item.storage_index.fqn, 200)}"
             )
         target = planner.resolve_tensor(item).detach()
         target.copy_(narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths))

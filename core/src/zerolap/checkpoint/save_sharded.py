@@ -144,7 +144,7 @@ def _target(folder: Any, step: Any, keep: Any, overwrite: bool, group: dist.Proc
     )
     there = find(folder, number) or (target.path if os.path.lexists(target.path) else None)
     if there is not None and not overwrite:
-        raise FileExistsError(f"{there} is there already; give overwrite=True to replace it")
+        raise FileExistsError(f"{there} already exists; give overwrite=True to replace it")
     return target
 
 

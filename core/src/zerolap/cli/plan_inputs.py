@@ -62,7 +62,7 @@ def params_of(options: PlanOptions) -> list[ModelParam]:
         assert options.params is not None
         params = typical(options.params)
     if not params:
-        raise ValueError("there is no parameter to train in it")
+        raise ValueError("the model has no parameter to train")
     return [param._replace(dtype=dtype) for param in params] if dtype is not None else params
 
 

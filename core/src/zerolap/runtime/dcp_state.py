@@ -121,7 +121,7 @@ def saved_shapes(saved: Any) -> dict[str, ParamShape]:
             case (str(name), [*shape], [*strides]) if name not in then and _is_dense(shape, strides):
                 then[name] = ParamShape(name, tuple(shape), tuple(strides))
             case _:
-                raise ValueError(f"the checkpoint describes a parameter that cannot be: {printable(repr(each), 200)}")
+                raise ValueError(f"the checkpoint describes an impossible parameter: {printable(repr(each), 200)}")
     return then
 
 

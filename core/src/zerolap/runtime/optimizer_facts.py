@@ -285,7 +285,7 @@ def _refuse_subclasses(local: LocalOptimizer) -> None:
     for state in local.states().values():
         for key, value in state.items():
             if isinstance(value, Tensor) and type(value) not in (Tensor, nn.Parameter):
-                raise TypeError(f"its {key!r} is no plain tensor but a {type(value).__name__}")
+                raise TypeError(f"its {key!r} is not a plain tensor but a {type(value).__name__}")
 
 
 # --- may it be cut, and where? ------------------------------------------------------------------------------------------

@@ -66,7 +66,7 @@ def convert(
     if is_file and target.exists() and not target.is_dir():
         raise fail(f"{target} is a file; sharded checkpoints go to a folder", code=2)
     if not is_file and target.exists():
-        raise fail(f"{target} is there already", code=2)
+        raise fail(f"{target} already exists", code=2)
     if not is_file and not target.absolute().parent.is_dir():
         raise fail(f"{target} cannot be written: there is no folder {target.parent}", code=2)
     if not is_file and step is not None:
@@ -88,7 +88,7 @@ def _checkpoint_at(path: Path) -> Path:
     from zerolap.checkpoint.folder import find, latest
 
     if not path.exists():
-        raise fail(f"{path} is not there", code=2)
+        raise fail(f"{path} does not exist", code=2)
     if not path.is_dir():
         raise fail(f"{path} is a file; a sharded checkpoint is a folder", code=2)
     if (path / "manifest.json").exists():
@@ -96,5 +96,5 @@ def _checkpoint_at(path: Path) -> Path:
     step = latest(path)
     found = find(path, step) if step is not None else None
     if found is None:
-        raise fail(f"{path} has no whole checkpoint: neither manifest.json nor a folder step-N with one", code=2)
+        raise fail(f"{path} has no complete checkpoint: neither manifest.json nor a folder step-N with one", code=2)
     return found

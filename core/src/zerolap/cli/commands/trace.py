@@ -40,7 +40,7 @@ def trace(
 
     missing = [str(path) for path in paths if not path.exists()]
     if missing:
-        raise fail(f"{', '.join(missing)} is not there", code=2)
+        raise fail(f"{', '.join(missing)} does not exist", code=2)
     if is_opened is None:
         is_opened = sys.stdout.isatty() and page is None and chrome is None and not as_json
     if is_opened and page is None:
