@@ -73,7 +73,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     ) -> None:
         given: object = process_group
         if given is dist.GroupMember.NON_GROUP_MEMBER:
-            raise ValueError("this rank is not in the process_group; make the optimizer on the ranks of that group only")
+            raise ValueError(
+                "this rank is not in the process_group; make the optimizer on the ranks of that group only"
+            )
         group = meeting_group(process_group)
         self.process_group: dist.ProcessGroup = group
         self.world_size: int = group.size()
@@ -276,7 +278,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._expose_options()  # options that an older state did not have yet
 
     def _refuse_fork(self) -> None:
-        """A child of the process that trains has its groups, but not their threads: it would wait for ever."""
+        """A child of the process that trains has its groups, but not their threads: it would wait forever."""
         if os.getpid() != self._process:
             raise forked()
 

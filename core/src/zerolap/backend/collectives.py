@@ -88,7 +88,7 @@ class Pending:
             if self._finish is not None:
                 self._finish()
         except CollectiveError:
-            raise  # it knows more
+            raise  # already names rank and bucket
         except Exception as error:
             raise CollectiveError(f"{self._what} failed: {error}") from error
         self._works, self._finish, self.tensors = (), None, ()

@@ -48,7 +48,7 @@ class Measured:
 
 
 def calibrate(measured: Measured, *, cores: float = 1.0) -> tuple[Link, Compute]:
-    """The link and the compute that explain what was measured, if a rank has so many cores for everything."""
+    """The link and the compute that explain what was measured, if a rank has ``cores`` cores for everything."""
     sizes = sorted(measured.exchanges)
     if len({num_bytes for num_bytes, _ in sizes}) < 3:
         raise ValueError(f"a link is known by three exchanges of different size at least, got {sizes}")

@@ -118,7 +118,7 @@ class _StateSize(NamedTuple):
 def _state_size(
     optimizer_class: type[Optimizer], options: Mapping[str, Any], num_dims: int, dtype: torch.dtype
 ) -> _StateSize:
-    """What the optimizer keeps for a parameter of so many dimensions, found by letting it step a tiny one."""
+    """What the optimizer keeps for a parameter of ``num_dims`` dimensions, found by letting it step a tiny one."""
     shape = _PRIMES[:num_dims]
     param = nn.Parameter(torch.zeros(shape, dtype=dtype))
     param.grad = torch.zeros_like(param)

@@ -69,7 +69,7 @@ class Exchanges:
         return 4 * numel * (self.group.size() - 1) / self.group.size()
 
     def run(self, num_buckets: int, *, is_gather: bool, numel: int | None = None) -> None:
-        """Exchange so many buckets, all under way at once."""
+        """Exchange ``num_buckets`` buckets, all in flight at once."""
         size, rank, pending = self.group.size(), self.group.rank(), []
         for tag in range(num_buckets):
             memory = self._memory[self._next][:numel]

@@ -65,7 +65,7 @@ def compatibility_of(
     for (place, _), alike in kinds.items() if saved_class != our_class else ():
         param, specimen = min(alike, key=lambda each: each[0].numel())
         ours = options_of(groups[place])
-        # Which entries there are may depend on switches and rates that are saved, too. Counts are left: a step could take for ever.
+        # Which entries there are may depend on switches and rates that are saved, too. Counts are left: a step could take forever.
         theirs = {key: value for key, value in saved_options[place].items() if isinstance(value, bool | float)}
         expected = _entries_made(factory, ours, param)
         if saved_class is None and expected != entries[specimen.name]:

@@ -125,7 +125,7 @@ def _like(param: ParamShape) -> Tensor:
 
 
 def from_file(file: str | os.PathLike[str], folder: str | os.PathLike[str], *, step: int | None = None) -> Path:
-    """Make a sharded checkpoint of a file that has a ``model`` and an ``optimizer`` state dict: ours, or anybody's."""
+    """Make a sharded checkpoint of a file that has a ``model`` and an ``optimizer`` state dict, whoever wrote it."""
     try:
         with open_regular(file, follows_links=True) as stream:  # it is the user who names it, not what is read
             whole = load_plain(stream, os.fstat(stream.fileno()).st_size)

@@ -56,7 +56,7 @@ def _memory_format(number: Any) -> torch.memory_format:
 
 
 def _path(*parts: Any) -> None:
-    """Where the checkpoint was when it was written, which nobody asks."""
+    """Where the checkpoint was when it was written, which is not needed."""
 
 
 _TABLE: Table = {
@@ -218,7 +218,7 @@ class _Checker:
 
 
 def check_coverage(name: str, size: torch.Size, chunks: Iterable[ChunkStorageMetadata]) -> None:
-    """Refuse chunks that are not all of a tensor, each element once: what no chunk has would be memory nobody has written."""
+    """Refuse chunks that are not all of a tensor, each element once: what no chunk has would be memory that was never written."""
     called = printable(name, 200)
     ranges: list[tuple[int, int]] = []
     cut: int | None = None  # the one dimension in which it is cut
@@ -228,7 +228,7 @@ def check_coverage(name: str, size: torch.Size, chunks: Iterable[ChunkStorageMet
         for dim, (start, count, whole) in enumerate(zip(chunk.offsets, chunk.sizes, size, strict=True)):
             _must(start + count <= whole, f"{called} has a chunk outside of it")
             if count != whole:
-                _must(cut in (None, dim), f"{called} is cut in two directions, which no checkpoint of ours is")
+                _must(cut in (None, dim), f"{called} is cut in two directions, which zerolap never does")
                 cut = dim
     if cut is None:
         _must(len(chunks) == 1, f"{called} has {len(chunks)} chunks that are all of it")

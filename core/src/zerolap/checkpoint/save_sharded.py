@@ -43,7 +43,7 @@ def save(
 ) -> Path:
     """Save model and optimizer, each rank its own part; called by all ranks of the optimizer's group.
 
-    ``extra`` is the first rank's: numbers, strings, tensors, and containers of them. With ``keep`` only so many of the checkpoints
+    ``extra`` is the first rank's: numbers, strings, tensors, and containers of them. With ``keep`` only that many of the checkpoints
     that were written last are kept, this one among them. The folder must be the same one for all ranks. CheckpointError, on all
     ranks, if it could not be written: what was there before is as it was.
     """

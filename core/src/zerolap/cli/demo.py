@@ -65,7 +65,7 @@ class Contestant:
     name: str
     model: DDP
     optimizer: torch.optim.Optimizer
-    sent_bytes: Callable[[int], float]  # to other ranks, in so many steps
+    sent_bytes: Callable[[int], float]  # to other ranks, in this many steps
     seconds: list[float] = field(default_factory=list)
     on_network: list[float] = field(default_factory=list)
     loss: float = float("nan")

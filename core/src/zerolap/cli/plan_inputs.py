@@ -101,7 +101,7 @@ def _shape(sizes: Any) -> list[int]:
 
 
 def typical(num_params: float) -> list[ModelParam]:
-    """A decoder-only transformer of so many parameters: a layer for every 128 of its width, and two tables for words."""
+    """A decoder-only transformer of ``num_params`` parameters: a layer for every 128 of its width, and two tables for words."""
     if not _SMALLEST <= num_params <= LARGEST_MODEL:
         raise ValueError(
             f"--params is a number from {_SMALLEST} on, to {LARGEST_MODEL:g}, for example 7e9, got {num_params:g}"

@@ -104,7 +104,7 @@ class SimulatedRank:
             min(transfer.left for transfer, _ in flowing) / rate if flowing else math.inf,
             self._timers[0][0] - self.now if self._timers else math.inf,
         )
-        assert first < math.inf, "every thread waits for something that nobody will do"
+        assert first < math.inf, "every thread waits for something that will not happen"
         self.now += first
         for thread in working:
             thread.left = _rest(thread.left, speed, first)

@@ -17,7 +17,7 @@ MB = 2**20
 FIRST_BUCKET_BYTES = MB  # DDP's first bucket, unless a cap is given: its reduction shall start early
 _ALIGNMENT_BYTES = 64  # of a parameter in its flat buffer; a gather sends the padding with it
 _MAX_RECEIVE_BYTES = 32 * MB  # what is received is summed up as it comes
-_NUM_EXACT = 64  # up to so many ranks every share is looked at; beyond, the largest is bounded
+_NUM_EXACT = 64  # up to this many ranks every share is looked at; beyond, the largest is bounded
 
 
 class Param(NamedTuple):

@@ -247,7 +247,7 @@ def _is_nothing(piece: Piece, param: ParamShape) -> bool:
 
 
 def _is_flat_entry(key: str, size: torch.Size, numel: int) -> bool:
-    """Whether an entry has one value for each of so many elements."""
+    """Whether an entry has one value for each of ``numel`` elements."""
     return key != "step" and tuple(size) == (numel,) and numel > 0
 
 

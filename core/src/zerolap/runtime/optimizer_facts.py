@@ -7,7 +7,7 @@ Four questions decide how a class can be sharded, and a wrong answer to any of t
 * is every element updated by itself, so that a parameter may be cut, and where (``exact_cut``)?
 * does its fused implementation give what the other one gives (``fused_is_same``)?
 
-Answers are of one process. Whoever asks sees to it that all ranks act on the same one. torch's own classes are known: their
+Answers are of one process. The caller makes sure that all ranks act on the same one. torch's own classes are known: their
 answers to the first two, and mostly to the third, are here as a table, which a test compares with what the probe finds.
 """
 

@@ -197,7 +197,7 @@ def _by_parameter(layout: Layout, world_size: int) -> tuple[tuple[Segment, ...],
         segments: list[Segment] = []
         served: list[tuple[int, GroupRank]] = []  # ranks that own part of this bucket sit out until it is done
         for run in _runs_below(layout[index], threshold):
-            if not load:  # more runs than ranks: everybody may be served again
+            if not load:  # more runs than ranks: every rank may be served again
                 load, served = served, []
                 heapq.heapify(load)
             size, owner = heapq.heappop(load)

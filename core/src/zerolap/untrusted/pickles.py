@@ -79,7 +79,7 @@ def parse(
 ) -> Any:
     """What a pickle holds; UnreadableError if it is anything but plain data and what the table has.
 
-    ``stored`` gives what a persistent id stands for. A program has at most one container for so many of its bytes.
+    ``stored`` gives what a persistent id stands for. A program has at most one container for a certain number of its bytes.
     """
     try:
         found = _Interpreter(program, table, stored, len(program) // bytes_per_object + 64, asked_by).run()

@@ -227,7 +227,7 @@ def judge_sums(traces: Sequence[RankTrace], sums: Mapping[int, Sums]) -> Verdict
         update_ms=held_up * share,
         num_updates=num_updates,
         hidden_percent_by_rank=by_rank,
-        # What nobody is to blame for comes last: it says least.
+        # What no collective is to blame for comes last: it says least.
         exposures=sorted(exposures, key=lambda each: (each.kind is None, -each.milliseconds_per_update)),
     )
 
