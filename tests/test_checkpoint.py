@@ -28,6 +28,7 @@ from zerolap import checkpoint
 from zerolap.checkpoint import convert
 from zerolap.checkpoint import reader as reading
 from zerolap.checkpoint import writer as saving
+from zerolap.checkpoint.folder import path_of
 from zerolap.checkpoint.reader import CheckpointError
 from zerolap_conformance.ranks import run_ranks, try_ranks
 
@@ -605,7 +606,7 @@ def _load_plain(file: str) -> bytes:
 
 def test_sharded_and_single_files_become_each_other(tmp_path: Path) -> None:
     saved = run_ranks(2, _save, str(tmp_path / "sharded"), {})
-    path = zerolap.checkpoint.folder.path_of(tmp_path / "sharded", 3)
+    path = path_of(tmp_path / "sharded", 3)
     convert.to_file(path, tmp_path / "single.pt")
     plain = pickle.loads(_load_plain(str(tmp_path / "single.pt")))
     for key in ("model", "state"):

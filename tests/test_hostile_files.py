@@ -30,6 +30,7 @@ from training import SMALL_BUCKETS, Mlp, batches, iterate
 from zerolap import checkpoint
 from zerolap.checkpoint import convert
 from zerolap.checkpoint.dcp_metadata import read_metadata
+from zerolap.checkpoint.folder import path_of
 from zerolap.checkpoint.reader import CheckpointError, CheckpointReader, digest_of
 from zerolap.untrusted.pickles import UnreadableError
 from zerolap.untrusted.tensors import load_plain
@@ -50,7 +51,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of two ranks."""
     folder = tmp_path_factory.mktemp("good")
     run_ranks(2, _save, str(folder))
-    return checkpoint.path_of(folder, 2)
+    return path_of(folder, 2)
 
 
 @pytest.fixture

@@ -45,7 +45,7 @@ _STEP_SECONDS_PER_ELEMENT = 5e-11  # unless it is given: 28 bytes of memory traf
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """What came of it."""
+    """What was asked for, the forecast of every way to train, and the one that is advised."""
 
     wanted: PlanOptions
     workload: Workload

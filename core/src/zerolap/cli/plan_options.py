@@ -78,7 +78,7 @@ class PlanOptions:
         return Pattern(self.exchange_pattern)
 
 
-def taking_options(command: Callable[[PlanOptions, bool], None]) -> Callable[..., None]:
+def with_plan_options(command: Callable[[PlanOptions, bool], None]) -> Callable[..., None]:
     """A command with one parameter for each field of ``PlanOptions``, from which typer makes its options."""
 
     @functools.wraps(command)

@@ -7,11 +7,11 @@ import json
 import typer
 
 from zerolap.cli.console import AsJson, err, fail, fails_plainly, need, out
-from zerolap.cli.plan_options import PlanOptions, taking_options
+from zerolap.cli.plan_options import PlanOptions, with_plan_options
 
 
 @fails_plainly
-@taking_options
+@with_plan_options
 def plan(options: PlanOptions, as_json: AsJson = False) -> None:
     """Forecast time, bytes and memory of a step for every schedule and gather, on machines that are not here.
 
