@@ -302,7 +302,7 @@ def _retention(folder: str) -> None:
             checkpoint.async_save(folder, ddp, zero, step=step, keep=2)
         else:
             checkpoint.save(folder, ddp, zero, step=step, keep=2)
-    with pytest.raises((FileExistsError, zerolap.ZerolapError), match="there already"):
+    with pytest.raises((FileExistsError, zerolap.ZerolapError), match="already exists"):
         checkpoint.save(folder, ddp, zero, step=4)
     checkpoint.async_save(folder, ddp, zero, step=5, keep=2, overwrite=True).wait()
     assert checkpoint.steps(folder) == [4, 5]
@@ -578,7 +578,7 @@ def test_what_is_missing_may_be_left_as_it_is(tmp_path: Path) -> None:
 
 def _refused(folder: str) -> None:
     ddp, zero = _make({})
-    with pytest.raises(FileNotFoundError, match="no whole checkpoint"):
+    with pytest.raises(FileNotFoundError, match="no complete checkpoint"):
         checkpoint.load(folder, ddp, zero)
     with pytest.raises(CheckpointError, match="safe to load"):  # on the first rank; the others are told
         checkpoint.save(folder, ddp, zero, step=1, extra=Exploit("/tmp/never"))

@@ -238,7 +238,7 @@ def test_a_damaged_file_is_refused_with_its_name(changes: dict[str, Any], said: 
 def test_what_is_no_trace_at_all_is_refused(tmp_path: Path) -> None:
     (tmp_path / "rank0.json").write_text("[]")
     for paths, said in (
-        ([tmp_path], "no trace of zerolap"),
+        ([tmp_path], "not a trace of zerolap"),
         ([tmp_path / "x"], "cannot be read"),
         ([], "no trace was"),
     ):
