@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import zerolap
-from zerolap.schedule.ownership import Policy, Slot, make_plan
+from zerolap.schedule.ownership import Policy, Slot, assign_owners
 from zerolap_conformance.ranks import run_ranks
 
 RESULTS = Path(__file__).parent / "results"
@@ -41,10 +41,10 @@ def planning(num_params: int, num_ranks: int) -> tuple[float, int]:
     seconds = []
     for _ in range(5):
         start = time.perf_counter()
-        make_plan(layout, world_size=num_ranks, policy=Policy.BY_ELEMENT, cut=64)
+        assign_owners(layout, world_size=num_ranks, policy=Policy.BY_ELEMENT, cut=64)
         seconds.append(time.perf_counter() - start)
     tracemalloc.start()
-    plan = make_plan(layout, world_size=num_ranks, policy=Policy.BY_ELEMENT, cut=64)
+    plan = assign_owners(layout, world_size=num_ranks, policy=Policy.BY_ELEMENT, cut=64)
     held = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     del plan

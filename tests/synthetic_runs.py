@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from zerolap.observe.timeline import Bucket, Clock, RankTrace, Span
+from zerolap.observe.timeline import Bucket, HostClock, RankTrace, Span
 
 
 def trace_of(spans: Sequence[Span], *, rank: int = 0, num_ranks: int = 1, seconds: float = 100.0) -> RankTrace:
@@ -14,7 +14,7 @@ def trace_of(spans: Sequence[Span], *, rank: int = 0, num_ranks: int = 1, second
         rank=rank,
         ranks=tuple(range(num_ranks)),
         run="a run",
-        clock=Clock(host="a host", begin=1000.0, unix=1.7e9),
+        clock=HostClock(host="a host", begin=1000.0, unix=1.7e9),
         seconds=seconds,
         spans=tuple(spans),
         buckets=tuple(

@@ -28,6 +28,7 @@ from zerolap import checkpoint
 from zerolap.checkpoint import convert
 from zerolap.checkpoint import reader as reading
 from zerolap.checkpoint import writer as saving
+from zerolap.checkpoint.folder import path_of
 from zerolap.checkpoint.reader import CheckpointError
 from zerolap_conformance.ranks import run_ranks, try_ranks
 
@@ -301,7 +302,7 @@ def _retention(folder: str) -> None:
             checkpoint.async_save(folder, ddp, zero, step=step, keep=2)
         else:
             checkpoint.save(folder, ddp, zero, step=step, keep=2)
-    with pytest.raises((FileExistsError, zerolap.ZerolapError), match="there already"):
+    with pytest.raises((FileExistsError, zerolap.ZerolapError), match="already exists"):
         checkpoint.save(folder, ddp, zero, step=4)
     checkpoint.async_save(folder, ddp, zero, step=5, keep=2, overwrite=True).wait()
     assert checkpoint.steps(folder) == [4, 5]
@@ -577,7 +578,7 @@ def test_what_is_missing_may_be_left_as_it_is(tmp_path: Path) -> None:
 
 def _refused(folder: str) -> None:
     ddp, zero = _make({})
-    with pytest.raises(FileNotFoundError, match="no whole checkpoint"):
+    with pytest.raises(FileNotFoundError, match="no complete checkpoint"):
         checkpoint.load(folder, ddp, zero)
     with pytest.raises(CheckpointError, match="safe to load"):  # on the first rank; the others are told
         checkpoint.save(folder, ddp, zero, step=1, extra=Exploit("/tmp/never"))
@@ -605,7 +606,7 @@ def _load_plain(file: str) -> bytes:
 
 def test_sharded_and_single_files_become_each_other(tmp_path: Path) -> None:
     saved = run_ranks(2, _save, str(tmp_path / "sharded"), {})
-    path = checkpoint.path_of(tmp_path / "sharded", 3)
+    path = path_of(tmp_path / "sharded", 3)
     convert.to_file(path, tmp_path / "single.pt")
     plain = pickle.loads(_load_plain(str(tmp_path / "single.pt")))
     for key in ("model", "state"):

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from zerolap.checkpoint import folder as folder_module
-from zerolap.checkpoint.checkpoint import pack
+from zerolap.checkpoint.contents import pack
 from zerolap.checkpoint.folder import Writer, find, latest, path_of, place, remove_all_but, steps, sweep
 from zerolap.checkpoint.reader import CheckpointError, CheckpointReader
 from zerolap.checkpoint.writer import Target, write_state

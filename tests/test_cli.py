@@ -100,7 +100,7 @@ def test_new_adapter_overwrites_nothing_and_takes_no_bad_name(tmp_path: Path, mo
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "one", name="one", has_streams=False)
     for arguments, words in (
-        (("one", "--folder", "one"), "is there already"),
+        (("one", "--folder", "one"), "already exists"),
         (("two", "--folder", "one/pyproject.toml"), "is a file, and a folder is needed"),
         (("two", "--folder", "one/pyproject.toml/two"), "Not a directory"),
         (("Bad-Name",), "cannot be a name"),
@@ -298,11 +298,11 @@ def test_what_is_no_checkpoint_is_told_apart_from_a_damaged_one(
     (tmp_path / "file").touch()
     torch.save({"model": {}, "optimizer": {"state": {}, "param_groups": []}}, tmp_path / "whole.pt")
     for arguments, code, words in (
-        (("inspect", "gone"), 2, "gone is not there"),
-        (("inspect", "empty"), 2, "empty has no whole checkpoint"),
+        (("inspect", "gone"), 2, "gone does not exist"),
+        (("inspect", "empty"), 2, "empty has no complete checkpoint"),
         (("inspect", "file"), 2, "file is a file; a sharded checkpoint is a folder"),
-        (("convert", "gone", "new"), 2, "gone is not there"),
-        (("convert", "empty", "new"), 2, "empty has no whole checkpoint"),
+        (("convert", "gone", "new"), 2, "gone does not exist"),
+        (("convert", "empty", "new"), 2, "empty has no complete checkpoint"),
         (("convert", "whole.pt", "file"), 2, "file is a file; sharded checkpoints go to a folder"),
         (("convert", "whole.pt", "new", "--step", "-1"), 2, "--step"),
         (("convert", "file", "new"), 1, "file cannot be loaded safely: UnreadableError"),

@@ -328,7 +328,7 @@ def test_what_is_no_file_is_not_replaced_by_one(tmp_path: Path) -> None:
         for option in ("--chrome", "--out"):
             said = _checked("trace", str(tmp_path / "run"), "--no-open", option, str(tmp_path / name), codes=(1, 2))
             assert "cannot be written" in said
-        with pytest.raises(OSError, match="is no regular file"), written_whole(tmp_path / name):
+        with pytest.raises(OSError, match="is not a regular file"), written_whole(tmp_path / name):
             pass
         assert (os.lstat(tmp_path / name).st_ino, os.lstat(tmp_path / name).st_mode) == (before.st_ino, before.st_mode)
     with pytest.raises(TypeError), written_whole(tmp_path / "old.json") as stream:

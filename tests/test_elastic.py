@@ -29,8 +29,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import zerolap
 from test_net import hosts  # noqa: F401 - a fixture
 from training import Mlp
-from zerolap import checkpoint
 from zerolap.checkpoint import convert
+from zerolap.checkpoint.folder import path_of
 from zerolap_conformance.ranks import run_ranks
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "elastic.py"
@@ -117,7 +117,7 @@ class History:
 
 
 def final_state(folder: Path, step: int) -> dict[str, Any]:
-    convert.to_file(checkpoint.path_of(folder, step), folder / "final")
+    convert.to_file(path_of(folder, step), folder / "final")
     return torch.load(folder / "final", weights_only=True)
 
 

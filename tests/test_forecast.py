@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import zerolap
 from training import SMALL_BUCKETS, Mlp, backward, batches
 from zerolap.calibrate.calibrate import Measured, calibrate, measure
-from zerolap.calibrate.from_model import Described, describe, workload_of
+from zerolap.calibrate.from_model import ModelParam, describe, workload_of
 from zerolap.forecast.forecast import Compute, Forecast, Link, Pattern, forecast, forecast_all, forecast_ddp, recommend
 from zerolap.forecast.workload import MB, Param, Workload, bucketize, sent_bytes, sharded_memory, traffic_of
 from zerolap.runtime.flat_buffer import FlatBuffer
@@ -189,7 +189,7 @@ def test_a_step_takes_no_less_when_anything_costs_more(cost: str) -> None:
 
 
 def test_more_ranks_hold_less_and_send_more() -> None:
-    workload = workload_of([Described((512, 512), torch.float32, 1.0)] * 12, optimizer_class=torch.optim.AdamW)
+    workload = workload_of([ModelParam((512, 512), torch.float32, 1.0)] * 12, optimizer_class=torch.optim.AdamW)
     held = [sharded_memory(workload, size).total for size in (1, 2, 4, 64, 4096)]
     sent = [sent_bytes(workload, size, rank=GroupRank(0), stage_sizes=stage_sizes(size)) for size in (1, 2, 4, 64)]
     assert held[1:] == sorted(held[1:], reverse=True)
@@ -230,7 +230,7 @@ def test_stages_are_those_of_the_adapter_and_without_one_there_is_one(num_ranks:
 def test_what_is_received_takes_a_bucket_or_what_the_adapter_allows(adapter: zerolap.Adapter) -> None:
     most = adapter.max_receive_bytes
     for megabytes in (1, 25, 100):
-        params = [Described((megabytes, MB // 4), torch.float32, 1.0)]
+        params = [ModelParam((megabytes, MB // 4), torch.float32, 1.0)]
         workload = workload_of(params, optimizer_class=torch.optim.SGD, max_receive_bytes=most)
         expected = megabytes * MB if most is None else min(megabytes * MB, most)
         assert sharded_memory(workload, 2).received == expected
@@ -255,9 +255,9 @@ def test_bytes_of_an_exchange_in_stages_are_those_that_the_adapter_counts(num_ra
 
 
 def traffic_plan(workload: Workload, num_ranks: int) -> Any:
-    from zerolap.schedule.ownership import Policy, make_plan
+    from zerolap.schedule.ownership import Policy, assign_owners
 
-    plan = make_plan(workload.layout, world_size=num_ranks, policy=Policy.BY_ELEMENT, cut=workload.cut)
+    plan = assign_owners(workload.layout, world_size=num_ranks, policy=Policy.BY_ELEMENT, cut=workload.cut)
     return plan.buckets
 
 
@@ -487,7 +487,7 @@ def test_a_forecast_is_cheap() -> None:
 
 
 def test_7_billion_parameters_on_4096_ranks_are_forecast_in_seconds() -> None:
-    from zerolap.cli.given import typical
+    from zerolap.cli.plan_inputs import typical
 
     start = time.process_time()
     workload = workload_of(typical(7e9), optimizer_class=torch.optim.AdamW)

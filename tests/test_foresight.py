@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zerolap.forecast.bucket_sizes import Profile, agree, profile, seconds_by_size
+from zerolap.forecast.bucket_sizes import Profile, common_profile, profile, seconds_by_size
 from zerolap.forecast.workload import Param, Workload
 from zerolap.observe.timeline import Span
 from zerolap.schedule.machine import Gather, Schedule
@@ -58,7 +58,7 @@ def test_what_the_spans_do_not_say_is_not_guessed(missing: str) -> None:
 def test_the_slowest_rank_and_the_fastest_link_count() -> None:
     slow = Profile(1.0, 2.0, [1.0], 1e-9, 1e8, 1e-3)
     fast = Profile(0.5, 1.0, [1.0], 1e-9, 2e8, 2e-3)
-    assert agree([fast, slow]) == slow._replace(bytes_per_second=2e8)
+    assert common_profile([fast, slow]) == slow._replace(bytes_per_second=2e8)
 
 
 def test_a_slow_link_asks_for_smaller_buckets_and_many_tiny_ones_cost_more() -> None:

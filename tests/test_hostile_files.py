@@ -30,6 +30,7 @@ from training import SMALL_BUCKETS, Mlp, batches, iterate
 from zerolap import checkpoint
 from zerolap.checkpoint import convert
 from zerolap.checkpoint.dcp_metadata import read_metadata
+from zerolap.checkpoint.folder import path_of
 from zerolap.checkpoint.reader import CheckpointError, CheckpointReader, digest_of
 from zerolap.untrusted.pickles import UnreadableError
 from zerolap.untrusted.tensors import load_plain
@@ -50,7 +51,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of two ranks."""
     folder = tmp_path_factory.mktemp("good")
     run_ranks(2, _save, str(folder))
-    return checkpoint.path_of(folder, 2)
+    return path_of(folder, 2)
 
 
 @pytest.fixture
@@ -395,24 +396,24 @@ def _claims_huge(path: Path) -> None:
 
 FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a path outside": (_outside, "names a file outside of it, ../outside"),
-    "a link": (_linked, "__0_0.distcp is no regular file"),
-    "a link to a device": (lambda path: _link(path, "__0_0.distcp", "/dev/zero"), "is no regular file"),
-    "metadata is a device": (lambda path: _link(path, ".metadata", "/dev/zero"), ".metadata is no regular file"),
-    "the manifest is a device": (lambda path: _link(path, "manifest.json", "/dev/zero"), "manifest.json is no regular"),
-    "a pipe": (lambda path: _pipe(path, "__1_0.distcp"), "__1_0.distcp is no regular file"),
-    "metadata is a pipe": (lambda path: _pipe(path, ".metadata"), ".metadata is no regular file"),
-    "the manifest is a pipe": (lambda path: _pipe(path, "manifest.json"), "manifest.json is no regular file"),
-    "a folder": (_folder, "__0_0.distcp is no regular file"),
+    "a link": (_linked, "__0_0.distcp is not a regular file"),
+    "a link to a device": (lambda path: _link(path, "__0_0.distcp", "/dev/zero"), "is not a regular file"),
+    "metadata is a device": (lambda path: _link(path, ".metadata", "/dev/zero"), ".metadata is not a regular file"),
+    "the manifest is a device": (lambda path: _link(path, "manifest.json", "/dev/zero"), "manifest.json is not a regular"),
+    "a pipe": (lambda path: _pipe(path, "__1_0.distcp"), "__1_0.distcp is not a regular file"),
+    "metadata is a pipe": (lambda path: _pipe(path, ".metadata"), ".metadata is not a regular file"),
+    "the manifest is a pipe": (lambda path: _pipe(path, "manifest.json"), "manifest.json is not a regular file"),
+    "a folder": (_folder, "__0_0.distcp is not a regular file"),
     "metadata that is not in the manifest": (_unlisted_metadata, ".metadata is missing"),
     "a name with a line end": (_manifest(files={".metadata": [1, "0" * 128], "a\nb\x1b[2J": [1, "0" * 128]}), "outside"),
     "an empty name": (_manifest(files={".metadata": [1, "0" * 128], "": [1, "0" * 128]}), "names a file outside"),
     "an absolute name": (_manifest(files={".metadata": [1, "0" * 128], "/etc/passwd": [1, "0" * 128]}), "outside"),
     "two dots": (_manifest(files={".metadata": [1, "0" * 128], "..": [1, "0" * 128]}), "names a file outside"),
-    "files are a list": (_manifest(files=[]), "no manifest of a checkpoint"),
-    "a step of text": (_manifest(step="2"), "no manifest of a checkpoint"),
-    "a step of nothing": (_manifest(step=None), "no manifest of a checkpoint"),
-    "a negative step": (_manifest(step=-1), "no manifest of a checkpoint"),
-    "true for a number": (_manifest(ranks=True), "no manifest of a checkpoint"),
+    "files are a list": (_manifest(files=[]), "not the manifest of a checkpoint"),
+    "a step of text": (_manifest(step="2"), "not the manifest of a checkpoint"),
+    "a step of nothing": (_manifest(step=None), "not the manifest of a checkpoint"),
+    "a negative step": (_manifest(step=-1), "not the manifest of a checkpoint"),
+    "true for a number": (_manifest(ranks=True), "not the manifest of a checkpoint"),
     "a size of text": (_file_says(["1", "0" * 128]), "no size and digest for __0_0.distcp"),
     "a negative size": (_file_says([-1, "0" * 128]), "no size and digest"),
     "a size that is no whole number": (_file_says([1.5, "0" * 128]), "no size and digest"),
@@ -420,10 +421,10 @@ FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "nothing for a file": (_file_says(None), "no size and digest"),
     "deep nesting": (_text_of_manifest("[" * 100_000), "is nested too deeply"),
     "deep nesting in an object": (_text_of_manifest('{"a":' * 100_000), "is nested too deeply"),
-    "a name twice": (_text_of_manifest('{"format": 1, "format": 1}'), "stands twice"),
-    "not a number": (_text_of_manifest('{"format": NaN}'), "NaN is no number"),
+    "a name twice": (_text_of_manifest('{"format": 1, "format": 1}'), "appears twice"),
+    "not a number": (_text_of_manifest('{"format": NaN}'), "NaN is not a JSON number"),
     "a long number": (_text_of_manifest('{"format": ' + "9" * 5000 + "}"), "is damaged"),
-    "no object": (_text_of_manifest("3"), "no manifest of a checkpoint"),
+    "no object": (_text_of_manifest("3"), "not the manifest of a checkpoint"),
     "bytes that are no text": (lambda path: (path / "manifest.json").write_bytes(b"\xff\xfe\x00"), "is damaged"),
     "a huge manifest": (_huge, "manifest.json has 1099511627776 bytes, and may have"),
     "another size than is claimed": (_claims_huge, "is damaged"),
@@ -578,19 +579,19 @@ CHUNKS: dict[str, tuple[Callable[[metadata.Metadata], None], str]] = {
     "one is missing": (_drop, "are not all of it, each element once"),
     "a negative offset": (_negative, "a shape that no tensor has"),
     "larger than its chunk": (_larger, "are not all of it, each element once"),
-    "larger than its bytes": (_larger_with_its_chunk, "fewer bytes than its shape needs|something else than"),
+    "larger than its bytes": (_larger_with_its_chunk, "fewer bytes than its shape needs|something other than"),
     "no chunks": (_no_chunks, "has 0 chunks"),
     "other dimensions": (_other_dims, "chunks of other dimensions"),
-    "another dtype": (_as_doubles, "fewer bytes than its shape needs|something else than"),
-    "another dtype of the same size": (_as_ints, "something else than its .metadata says"),
-    "another shape of the same size": (_transposed, "something else than its .metadata says"),
+    "another dtype": (_as_doubles, "fewer bytes than its shape needs|something other than"),
+    "another dtype of the same size": (_as_ints, "something other than its .metadata says"),
+    "another shape of the same size": (_transposed, "something other than its .metadata says"),
     "the same chunk twice": (_twice, "2 chunks that are all of it"),
     "two with the same bytes": (_same_bytes, "have the same bytes of a file|fewer bytes"),
     "bytes beyond the file": (_beyond_the_file, "is shorter than what should be in it"),
     "bytes before the file": (_negative_offset, "an offset is no number of bytes"),
     "compressed": (_compressed, "is transformed"),
     "a place that is called otherwise": (_another_name, "a place is not what it is called"),
-    "what is no tensor in its place": (_swapped, "param groups are no list"),
+    "what is no tensor in its place": (_swapped, "param groups are not a list"),
 }  # fmt: skip
 
 

@@ -332,7 +332,7 @@ def _immovable() -> dict[str, list[str]]:
 def test_states_that_cannot_be_moved_are_refused_when_overlap_begins() -> None:
     for said in run_ranks(2, _immovable):
         for message in said["subclass"]:
-            assert "its 'moment' is no plain tensor but a AloneInItsState" in message
+            assert "its 'moment' is not a plain tensor but a AloneInItsState" in message
         for message in said["object"]:
             assert "the state of Immovable cannot be moved between ranks" in message
         for message in said["hidden"]:

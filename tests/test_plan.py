@@ -11,7 +11,7 @@ import torch
 from torch.distributed.optim import ZeroRedundancyOptimizer as Upstream
 from torch.distributed.optim import zero_redundancy_optimizer as upstream_module
 
-from zerolap.schedule.ownership import GroupRank, Layout, Plan, Policy, Slot, greedy_owners, make_plan
+from zerolap.schedule.ownership import GroupRank, Layout, Ownership, Policy, Slot, assign_owners, greedy_owners
 
 
 def random_layout(rng: random.Random, *, num_params: int, largest: int = 3000) -> Layout:
@@ -26,7 +26,7 @@ def random_layout(rng: random.Random, *, num_params: int, largest: int = 3000) -
     return tuple(buckets)
 
 
-def assert_covers(plan: Plan, layout: Layout) -> None:
+def assert_covers(plan: Ownership, layout: Layout) -> None:
     for slots, planned in zip(layout, plan.buckets, strict=True):
         segments = planned.segments()
         for rank in range(plan.world_size):
@@ -50,12 +50,14 @@ def test_every_element_has_exactly_one_owner(policy: Policy, world_size: int) ->
     rng = random.Random(world_size)
     for _ in range(20):
         layout = random_layout(rng, num_params=rng.randrange(1, 30), largest=300)
-        assert_covers(make_plan(layout, world_size=world_size, policy=policy, cut=rng.choice([1, 7, 64, None])), layout)
+        assert_covers(
+            assign_owners(layout, world_size=world_size, policy=policy, cut=rng.choice([1, 7, 64, None])), layout
+        )
 
 
 def test_whole_bucket_goes_round_the_ranks() -> None:
     layout = tuple((Slot(i, 5),) for i in range(5))
-    plan = make_plan(layout, world_size=2, policy=Policy.WHOLE_BUCKET)
+    plan = assign_owners(layout, world_size=2, policy=Policy.WHOLE_BUCKET)
     assert [[s.owner for s in bucket.segments()] for bucket in plan.buckets] == [[0], [1], [0], [1], [0]]
 
 
@@ -65,7 +67,7 @@ def test_by_element_is_balanced_to_one_cut_and_cuts_only_where_allowed(world_siz
     rng = random.Random(0)
     for _ in range(30):
         layout = random_layout(rng, num_params=12)
-        plan = make_plan(layout, world_size=world_size, policy=Policy.BY_ELEMENT, cut=cut)
+        plan = assign_owners(layout, world_size=world_size, policy=Policy.BY_ELEMENT, cut=cut)
         for slots, planned in zip(layout, plan.buckets, strict=True):
             segments = planned.segments()
             numel = {slot.param: slot.numel for slot in slots}
@@ -122,7 +124,7 @@ def test_by_parameter_is_torchs_shard_buckets_wherever_torch_has_an_answer(world
     num_compared = 0
     for _ in range(100):
         layout = random_layout(rng, num_params=20)
-        plan = make_plan(layout, world_size=world_size, policy=Policy.BY_PARAMETER)
+        plan = assign_owners(layout, world_size=world_size, policy=Policy.BY_PARAMETER)
         if any(len(bucket.segments()) > world_size for bucket in plan.buckets):
             with pytest.raises(AssertionError, match="All indices are disallowed"):  # there torch has no answer
                 _upstream_buckets(layout, world_size)
@@ -146,7 +148,7 @@ def test_planning_a_hundred_thousand_parameters_for_4096_ranks_is_quick(policy: 
     slots = [Slot(i, rng.randrange(1, 100_000)) for i in range(100_000)]
     layout = tuple(tuple(slots[i : i + 1000]) for i in range(0, len(slots), 1000))
     start = time.process_time()
-    plan = make_plan(layout, world_size=4096, policy=policy, cut=64)
+    plan = assign_owners(layout, world_size=4096, policy=policy, cut=64)
     owned = [bucket.owned_by(GroupRank(1234)) for bucket in plan.buckets]
     assert time.process_time() - start < 1  # 0.02 to 0.2 s here; the rest is for slow machines
     assert any(owned) or policy is not Policy.BY_ELEMENT
@@ -162,8 +164,8 @@ def test_greedy_for_a_hundred_thousand_parameters_and_4096_ranks_is_quick() -> N
 
 def test_bad_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match="world_size and cut must be at least 1"):
-        make_plan((), world_size=0, policy=Policy.WHOLE_BUCKET)
-    assert make_plan((), world_size=3, policy=Policy.BY_ELEMENT).buckets == ()
-    assert make_plan(((Slot(0, 3),),), world_size=1, policy=Policy.BY_PARAMETER).owner_of_whole_params() == {
+        assign_owners((), world_size=0, policy=Policy.WHOLE_BUCKET)
+    assert assign_owners((), world_size=3, policy=Policy.BY_ELEMENT).buckets == ()
+    assert assign_owners(((Slot(0, 3),),), world_size=1, policy=Policy.BY_PARAMETER).owner_of_whole_params() == {
         0: GroupRank(0)
     }

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import zerolap
 from training import HOOK_MAKERS, Mlp, assert_same_params, backward, batches, overlapped
-from zerolap.runtime.exchange import _unpack
+from zerolap.runtime.state_transfer import _unpack
 from zerolap_conformance.ranks import run_ranks, try_ranks
 
 KINDS = ("plain", "upstream", "zerolap", "overlap 0", "overlap 1")

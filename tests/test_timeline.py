@@ -19,7 +19,7 @@ import pytest
 
 from synthetic_runs import run_of, trace_of
 from zerolap.observe.timeline import (
-    Clock,
+    HostClock,
     RankTrace,
     Span,
     TraceError,
@@ -219,7 +219,7 @@ def _file(folder: Path, **changes: Any) -> Path:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"zerolap_trace": "left out"}, "is no trace of zerolap"),
+        ({"zerolap_trace": "left out"}, "is not a trace of zerolap"),
         ({"zerolap_trace": 2}, "has schema 2"),
         ({"clock": "left out"}, "is damaged: KeyError: 'clock'"),
         ({"spans": [["sleep", 0, 0, 1, 1, None]]}, "is damaged: ValueError: no such span"),
@@ -238,7 +238,7 @@ def test_a_damaged_file_is_refused_with_its_name(changes: dict[str, Any], said: 
 def test_what_is_no_trace_at_all_is_refused(tmp_path: Path) -> None:
     (tmp_path / "rank0.json").write_text("[]")
     for paths, said in (
-        ([tmp_path], "no trace of zerolap"),
+        ([tmp_path], "not a trace of zerolap"),
         ([tmp_path / "x"], "cannot be read"),
         ([], "no trace was"),
     ):
@@ -264,7 +264,9 @@ def test_ranks_of_one_host_share_a_clock() -> None:
 def test_clocks_of_different_hosts_are_aligned_by_the_collectives() -> None:
     """Two clocks that differ by an unknown amount, and system clocks that are wrong, too."""
     first, second = run_of(2, 20, 3)
-    moved = replace(second, clock=Clock(host="another", begin=second.clock.begin - 777.0, unix=second.clock.unix + 40))
+    moved = replace(
+        second, clock=HostClock(host="another", begin=second.clock.begin - 777.0, unix=second.clock.unix + 40)
+    )
     run = merge([first, moved])
     off = run.traces[1].spans[0].start - second.spans[0].start
     assert abs(off) < 1e-3, off
@@ -275,7 +277,7 @@ def test_clocks_of_different_hosts_are_aligned_by_the_collectives() -> None:
 
 def test_without_collectives_in_common_the_systems_clock_counts() -> None:
     first, second = (trace_of([Span("forward", None, 0, 1, 1)], rank=rank, num_ranks=2) for rank in range(2))
-    moved = replace(second, clock=Clock(host="another", begin=5.0, unix=first.clock.unix + 3))
+    moved = replace(second, clock=HostClock(host="another", begin=5.0, unix=first.clock.unix + 3))
     run = merge([first, moved])
     assert run.traces[1].spans[0].start == pytest.approx(3)
     assert "ranks 1 by their system's clock" in run.clock
@@ -364,9 +366,9 @@ def test_the_command_says_the_verdict_and_writes_pictures(tmp_path: Path) -> Non
 def test_the_command_refuses_what_is_no_run(tmp_path: Path) -> None:
     (tmp_path / "rank0.json").write_text("{}")
     for arguments, code, said in (
-        ((tmp_path / "nowhere",), 2, "is not there"),
-        ((tmp_path,), 1, "is no trace of zerolap"),
-        ((tmp_path / "rank0.json", "--out", "x"), 1, "is no trace of zerolap"),
+        ((tmp_path / "nowhere",), 2, "does not exist"),
+        ((tmp_path,), 1, "is not a trace of zerolap"),
+        ((tmp_path / "rank0.json", "--out", "x"), 1, "is not a trace of zerolap"),
         ((), 2, "Missing argument"),
     ):
         ran = _zerolap("trace", *arguments)

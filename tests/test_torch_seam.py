@@ -225,7 +225,7 @@ AS_TORCH_2_8 = """
 
     from zerolap import ZeroRedundancyOptimizer, load_adapter
     from zerolap._torch import GroupName, store_of
-    from zerolap.runtime.exchange import all_gather_json
+    from zerolap.runtime.peers import all_gather_json
     from zerolap.runtime.failure_report import LastWords
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

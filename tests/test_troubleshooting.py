@@ -22,7 +22,7 @@ WORDLESS = {
     "core/src/zerolap/runtime/engine.py: …": None,
     "core/src/zerolap/runtime/engine.py: str(failure)": None,  # what has failed, raised where it is heard
     "core/src/zerolap/backend/lanes.py: …: …": None,  # the first error of a lane, for those behind it
-    "core/src/zerolap/cli/app.py: …": None,  # what the system said of a file
+    "core/src/zerolap/cli/console.py: …": None,  # what the system said of a file
     "core/src/zerolap/cli/plan.py: str(error).strip().splitlines()[-1]": None,  # what a rank has said
 }
 

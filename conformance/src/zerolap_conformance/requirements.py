@@ -73,7 +73,15 @@ def requirement(
 
 def all_requirements() -> dict[str, Requirement]:
     """Every requirement by its id, in the order of tiers."""
-    from zerolap_conformance import collectives, device, lanes, overlap, performance, stress  # noqa: F401 - they register
+    from zerolap_conformance import (  # noqa: F401 - they register
+        collectives,
+        collectives_in_flight,
+        device,
+        lanes,
+        overlap,
+        performance,
+        stress,
+    )
 
     return dict(sorted(_ALL.items(), key=lambda item: item[1].tier))
 

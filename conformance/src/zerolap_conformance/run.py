@@ -10,7 +10,7 @@ from zerolap import Adapter
 from zerolap_conformance.ranks import Outcome, try_ranks
 from zerolap_conformance.requirements import NotDeclaredError, Requirement, all_requirements
 
-Verdict = Literal["passed", "failed", "skipped"]
+Status = Literal["passed", "failed", "skipped"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +18,7 @@ class Result:
     """How one requirement came out. ``reason`` says why it was skipped, or what was expected and seen."""
 
     id: str
-    outcome: Verdict
+    outcome: Status
     reason: str = ""
     notes: tuple[str, ...] = ()
     seconds: float = 0.0

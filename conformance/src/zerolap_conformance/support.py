@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerolap import Adapter
-from zerolap.runtime.exchange import all_gather_json
+from zerolap.runtime.peers import all_gather_json
 
 
 def device_of(adapter: Adapter) -> torch.device:
@@ -105,3 +105,8 @@ def come_late(group: dist.ProcessGroup, turn: int, *, seconds: float = 0.02) -> 
     """One rank after the other comes late by this much, so that the others' collectives are under way for as long."""
     if group.rank() == turn % group.size():
         time.sleep(seconds)
+
+
+def small_numbers(size: int, rank: int, dtype: torch.dtype) -> Tensor:
+    """Small whole numbers, different on every rank and at every place, so that sums are exact in every dtype."""
+    return ((torch.arange(size) + 3 * rank) % 7).to(dtype)

@@ -26,7 +26,7 @@ class _WithRank(logging.Filter):
 
 
 def logger_of(name: str) -> logging.Logger:
-    """The logger of a module of ours. Its records have a rank, whatever handler they come to."""
+    """The logger of one of zerolap's modules. Its records have a rank, whatever handler gets them."""
     logger = logging.getLogger(name)
     if not any(isinstance(each, _WithRank) for each in logger.filters):
         logger.addFilter(_WithRank())

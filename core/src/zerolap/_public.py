@@ -1,4 +1,4 @@
-"""Public names: where they live is nobody's business but ours, and they are imported when they are first used. No torch."""
+"""Public names: each belongs to ``zerolap``, wherever it is defined, and is imported when it is first used. No torch."""
 
 from __future__ import annotations
 

@@ -22,10 +22,10 @@ from zerolap.api.preflight import called_together, check_sent_dtype, unwrapped
 from zerolap.api.tuner import Tuner, compiled_parts
 from zerolap.backend.base import Adapter
 from zerolap.runtime.engine import Engine
-from zerolap.runtime.exchange import all_gather_json
 from zerolap.runtime.exchange_strategies import ReduceScatter
 from zerolap.runtime.optimizer_facts import Factory, exact_cuts, fused_is_same, is_elementwise
 from zerolap.runtime.param_groups import options_of, params_of
+from zerolap.runtime.peers import all_gather_json
 from zerolap.runtime.precision import Precision
 from zerolap.runtime.safety import Audit, NonFinite, NonFiniteCheck, Safety
 from zerolap.runtime.shard_optimizer import WITH_FUSED

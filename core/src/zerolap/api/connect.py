@@ -21,10 +21,10 @@ from zerolap.backend.registry import resolve_adapter
 from zerolap.runtime.bucket import Update
 from zerolap.runtime.common import Common, Hook
 from zerolap.runtime.engine import DDPHook, Engine, agreement_of
-from zerolap.runtime.exchange import all_gather_json, forget_keys, refuse_together
 from zerolap.runtime.exchange_strategies import ExchangeStrategy
 from zerolap.runtime.failures import Failures
 from zerolap.runtime.optimizer_facts import refuse_immovable
+from zerolap.runtime.peers import all_gather_json, forget_keys, refuse_together
 from zerolap.runtime.probe import Probe
 from zerolap.schedule.machine import Agreement, Gather, Machine, Schedule
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from zerolap._torch import original_of
-from zerolap.runtime.exchange import refuse_together
+from zerolap.runtime.peers import refuse_together
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -21,13 +21,13 @@ from torch.nn.parallel import DistributedDataParallel
 from zerolap._logging import logger_of
 from zerolap._torch import can_rebucket, rebucket
 from zerolap.backend.base import Adapter, Moment
-from zerolap.forecast.bucket_sizes import Profile, agree, profile, seconds_by_size
+from zerolap.forecast.bucket_sizes import Profile, common_profile, profile, seconds_by_size
 from zerolap.forecast.workload import Param, Workload
 from zerolap.observe.trace import take
 from zerolap.runtime.checks import is_compiled
 from zerolap.runtime.engine import Engine
-from zerolap.runtime.exchange import all_gather_json
 from zerolap.runtime.exchange_strategies import ReduceScatter
+from zerolap.runtime.peers import all_gather_json
 from zerolap.schedule.machine import Gather, Schedule
 from zerolap.schedule.ownership import Slot
 
@@ -40,7 +40,7 @@ _NUM_TO_SETTLE = 3  # iterations until DDP has rebuilt new buckets and states ha
 _WORTH_A_CHANGE = 0.01
 _WORTH_ANOTHER_LOOK = 1.1
 _NUM_TRACED = 3
-_WORTH_A_TRY = 1.05  # of the forecast for the size at hand: forecasts err by some percent
+_WORTH_A_TRY = 1.05  # of the forecast for the current size: forecasts err by some percent
 _ARE_EQUAL = 0.002  # forecasts this near: what they leave out, such as caches, speaks for fewer buckets
 _OTHER_BUCKET_MB = (100.0, 50.0, 25.0, 10.0, 5.0, 2.5, 1.0)
 _FIRST_GUESSES_MB = (25.0, 5.0)  # where there is no forecast: DDP's default, and what suits slow networks
@@ -115,7 +115,7 @@ class Tuner:
         vars(self).pop("_group", None)  # which ends with the last reference to it
 
     def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
-        return (_nobody, ())  # a copy of DDP, or one from a file, is not tuned
+        return (_no_tuner, ())  # a copy of DDP, or one from a file, is not tuned
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch gives its decorator no types
     def __call__(self, module: nn.Module, args: Any) -> None:
@@ -183,7 +183,7 @@ class Tuner:
     def _finalists(self) -> list[Choice]:
         """The best of each bucket size, if it may be the best of all."""
         seconds = self._seconds
-        sizes = dict.fromkeys(choice.bucket_mb for choice in seconds)  # the one at hand is the last
+        sizes = dict.fromkeys(choice.bucket_mb for choice in seconds)  # the current one is the last
         best_of = [
             min((each for each in seconds if each.bucket_mb == size), key=lambda c: seconds[c]) for size in sizes
         ]
@@ -193,7 +193,7 @@ class Tuner:
         return self._seconds[choice] < _WORTH_ANOTHER_LOOK * seconds
 
     def _other_sizes(self, ways: list[_Way]) -> Generator[None, Iterations, list[float]]:
-        """Which bucket sizes to try besides the one at hand: the largest with the best forecast, if it may be worth it."""
+        """Which bucket sizes to try besides the current one: the largest with the best forecast, if it may be worth it."""
         if not _can_rebucket(self._ddp):
             return []
         here, engine = self.choice.bucket_mb, self._engine
@@ -208,7 +208,7 @@ class Tuner:
         others = [size for size in _OTHER_BUCKET_MB if not 0.5 < size / here < 2]
         if any(each is None for each in profiles):
             return [size for size in others if size in _FIRST_GUESSES_MB]
-        agreed = agree([Profile(*each) for each in profiles])
+        agreed = common_profile([Profile(*each) for each in profiles])
         stage_sizes = self._adapter.stage_sizes
         self._foreseen = seconds_by_size(
             agreed, workload, [here, *others], ways=ways, world_size=num_ranks, stage_sizes=stage_sizes
@@ -268,7 +268,7 @@ def compiled_parts(ddp: DistributedDataParallel) -> list[str]:
     return [name or "ddp itself" for name, module in ddp.named_modules() if is_compiled(module)]
 
 
-def _nobody() -> Callable[[nn.Module, Any], None]:
+def _no_tuner() -> Callable[[nn.Module, Any], None]:
     return _do_nothing
 
 

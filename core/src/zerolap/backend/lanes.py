@@ -86,7 +86,7 @@ class Lane(Protocol):
         """Inside something that runs here: do the following as if the caller did it, with its memory."""
 
     def is_caller(self) -> bool:
-        """Whether what is waited for now is waited for on behalf of everybody who uses this lane."""
+        """True if a wait here is visible to every later user of the lane."""
 
     def close(self) -> None:
         """Run nothing more once what was submitted has run; what comes later fails at once."""
@@ -187,7 +187,7 @@ class ThreadLane:
     """A lane for devices without streams: one progress thread.
 
     The thread is a daemon, so that a process whose training loop has raised can end while the lane still waits for a
-    peer, and it holds no reference to the lane, so that a lane nobody can submit to any more ends by itself.
+    peer, and it holds no reference to the lane, so that a lane to which nothing can be submitted any more ends by itself.
     """
 
     def __init__(self, name: str) -> None:
@@ -239,7 +239,7 @@ class ThreadLane:
             raise caught.pop() from None
 
     def as_caller(self) -> AbstractContextManager[None]:
-        return nullcontext()  # memory is anybody's
+        return nullcontext()  # memory belongs to no lane
 
     def is_caller(self) -> bool:
         return True  # what one thread has waited for is there for all

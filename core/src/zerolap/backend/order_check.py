@@ -96,7 +96,7 @@ class _Sequence:
         self._timeout = timeout
         self._num = 0
         # A connection and a thread of its own: another wait would hold up the store's one connection, and a store that lives in
-        # a rank that was stopped answers nobody, whatever the time limit.
+        # a rank that was stopped never answers, whatever the time limit.
         self._store: Store = store.clone()  # type: ignore[attr-defined]  # torch's types do not know it
         self._lane = ThreadLane("order")
 

@@ -17,15 +17,15 @@ from zerolap.backend.base import Adapter, Moment
 from zerolap.backend.registry import resolve_adapter
 from zerolap.calibrate.measure import (
     Exchanges,
+    barrier,
     host_seconds,
-    meet,
     reduce_nothing,
     step_seconds,
     time_contended,
     time_exchanges,
 )
 from zerolap.forecast.forecast import Compute, Link
-from zerolap.runtime.exchange import all_gather_json
+from zerolap.runtime.peers import all_gather_json
 
 _NUM_WARM = 3  # iterations in which DDP finds its buckets, and memory is taken
 _NUM_TIMED = 12
@@ -48,7 +48,7 @@ class Measured:
 
 
 def calibrate(measured: Measured, *, cores: float = 1.0) -> tuple[Link, Compute]:
-    """The link and the compute that explain what was measured, if a rank has so many cores for everything."""
+    """The link and the compute that explain what was measured, if a rank has ``cores`` cores for everything."""
     sizes = sorted(measured.exchanges)
     if len({num_bytes for num_bytes, _ in sizes}) < 3:
         raise ValueError(f"a link is known by three exchanges of different size at least, got {sizes}")
@@ -126,7 +126,7 @@ def measure(
     )
 
 
-class _Profile(NamedTuple):
+class _ModelTimes(NamedTuple):
     forward: float
     backward: float
     used_at: tuple[float, ...]
@@ -146,7 +146,7 @@ class _Marks(NamedTuple):
 
 def _profile(
     ddp: DistributedDataParallel, forward: Callable[[nn.Module], Tensor], *, adapter: Adapter, group: dist.ProcessGroup
-) -> _Profile:
+) -> _ModelTimes:
     """Iterate under a DDP that reduces nothing: what is left is computing, and DDP's own work."""
     module: nn.Module = ddp.module
     params = [param for param in module.parameters() if param.requires_grad]
@@ -169,7 +169,7 @@ def _profile(
         module.zero_grad()
         used.clear()
         ready.clear()
-        meet(group)
+        barrier(group)
         start = adapter.moment()
         loss = forward(ddp)
         between = adapter.moment()
@@ -194,7 +194,7 @@ def _profile(
     ]
     said = all_gather_json(mine, group=group, what="comparing times of forward and backward")
     slowest = [max(taken, key=sum) for taken in zip(*(each[0] for each in said), strict=True)]
-    return _Profile(
+    return _ModelTimes(
         statistics.median(seconds for seconds, _ in slowest),
         statistics.median(seconds for _, seconds in slowest),
         tuple(statistics.mean(of_ranks) for of_ranks in zip(*(each[1] for each in said), strict=True)),

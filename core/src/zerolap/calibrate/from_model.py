@@ -27,7 +27,7 @@ _PRIMES = (
 )  # a tiny tensor's shape: which of its sizes a state's size comes from is plain to see
 
 
-class Described(NamedTuple):
+class ModelParam(NamedTuple):
     """A parameter before it is known how it is trained."""
 
     shape: tuple[int, ...]
@@ -35,18 +35,18 @@ class Described(NamedTuple):
     work: float  # its share of the computing, in any unit
 
 
-def describe(module: nn.Module) -> list[Described]:
+def describe(module: nn.Module) -> list[ModelParam]:
     """The parameters that are trained, in order. Tables that are only looked up in take no computing."""
     looked_up = {child.weight for child in module.modules() if isinstance(child, nn.Embedding | nn.EmbeddingBag)}
     return [
-        Described(tuple(param.shape), param.dtype, 0.0 if param in looked_up else float(param.numel()))
+        ModelParam(tuple(param.shape), param.dtype, 0.0 if param in looked_up else float(param.numel()))
         for param in module.parameters()
         if param.requires_grad
     ]
 
 
 def workload_of(
-    params: Sequence[Described],
+    params: Sequence[ModelParam],
     *,
     optimizer_class: type[Optimizer],
     optimizer_options: Mapping[str, Any] | None = None,
@@ -120,7 +120,7 @@ class _StateSize(NamedTuple):
 def _state_size(
     optimizer_class: type[Optimizer], options: Mapping[str, Any], num_dims: int, dtype: torch.dtype
 ) -> _StateSize:
-    """What the optimizer keeps for a parameter of so many dimensions, found by letting it step a tiny one."""
+    """What the optimizer keeps for a parameter of ``num_dims`` dimensions, found by letting it step a tiny one."""
     shape = _PRIMES[:num_dims]
     param = nn.Parameter(torch.zeros(shape, dtype=dtype))
     param.grad = torch.zeros_like(param)

@@ -22,7 +22,7 @@ from zerolap.api.optimizer import ZeroRedundancyOptimizer
 from zerolap.backend.base import Adapter
 from zerolap.backend.parts import Parts
 from zerolap.forecast.workload import MB
-from zerolap.runtime.exchange import all_gather_json
+from zerolap.runtime.peers import all_gather_json
 from zerolap.runtime.shard_optimizer import WITH_FUSED
 
 _NUM_TIMED = 5
@@ -33,7 +33,7 @@ _TINY_LAYERS = 16
 _CONTENDED_SECONDS = 0.4
 
 
-def meet(group: dist.ProcessGroup) -> None:
+def barrier(group: dist.ProcessGroup) -> None:
     group.barrier().wait()
 
 
@@ -69,7 +69,7 @@ class Exchanges:
         return 4 * numel * (self.group.size() - 1) / self.group.size()
 
     def run(self, num_buckets: int, *, is_gather: bool, numel: int | None = None) -> None:
-        """Exchange so many buckets, all under way at once."""
+        """Exchange ``num_buckets`` buckets, all in flight at once."""
         size, rank, pending = self.group.size(), self.group.rank(), []
         for tag in range(num_buckets):
             memory = self._memory[self._next][:numel]
@@ -98,7 +98,7 @@ def time_exchanges(exchanges: Exchanges) -> tuple[tuple[tuple[float, float], ...
         taken: list[list[tuple[float, float]]] = [[], []]
         for _ in range(_NUM_TIMED):
             for is_gather in (False, True):
-                meet(group)
+                barrier(group)
                 start, start_cpu = adapter.moment(), time.process_time()
                 exchanges.run(num_buckets, is_gather=is_gather, numel=numel)
                 seconds = adapter.seconds_between(start, adapter.moment())
@@ -134,7 +134,7 @@ def time_contended(exchanges: Exchanges, iterate: Callable[[], None], *, seconds
         taken = []
         for is_contended in (False, True):
             thread = threading.Thread(target=exchange)
-            meet(group)
+            barrier(group)
             start = time.perf_counter()
             if is_contended:
                 thread.start()
@@ -169,7 +169,7 @@ def step_seconds(
     optimizer = optimizer_class(copies, **options)
     taken = []
     for _ in range(_NUM_TIMED + 1):
-        meet(group)
+        barrier(group)
         start = adapter.moment()
         optimizer.step()
         taken.append(adapter.seconds_between(start, adapter.moment()))

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerolap.checkpoint.checkpoint import STATES, pack
+from zerolap.checkpoint.contents import STATES, pack
 from zerolap.checkpoint.folder import find, path_of
 from zerolap.checkpoint.reader import CheckpointError, CheckpointReader, unpacked
 from zerolap.checkpoint.writer import Target, write_state
 from zerolap.errors import ZerolapError
-from zerolap.runtime.dcp_state import Described, described_then, from_sharded, room_for, to_sharded
+from zerolap.runtime.dcp_state import ParamShape, from_sharded, room_for, saved_shapes, to_sharded
 from zerolap.runtime.state_pieces import State, flat_state, shaped_state
 from zerolap.schedule.ownership import Piece
 from zerolap.untrusted.files import open_regular, printable, written_whole
@@ -35,12 +35,12 @@ def _reading(path: str | os.PathLike[str]) -> Iterator[None]:
         raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
 
 
-def _small(reader: CheckpointReader) -> tuple[dict[str, Described], list[dict[str, Any]]]:
+def _small(reader: CheckpointReader) -> tuple[dict[str, ParamShape], list[dict[str, Any]]]:
     """The parameters of a checkpoint, and its param groups."""
     small = reader.read({"optimizer": {"params": None, "param_groups": None}})["optimizer"]
-    then, groups = described_then(small["params"]), small["param_groups"]
+    then, groups = saved_shapes(small["params"]), small["param_groups"]
     if type(groups) not in (list, tuple) or not all(isinstance(group, dict) for group in groups):
-        raise ValueError("its param groups are no list of dicts")
+        raise ValueError("its param groups are not a list of dicts")
     for group in groups:
         names = group.get("params")
         if type(names) not in (list, tuple) or not all(type(name) is str and name in then for name in names):
@@ -120,12 +120,12 @@ def _consolidated(reader: CheckpointReader) -> dict[str, Any]:
     }
 
 
-def _like(param: Described) -> Tensor:
+def _like(param: ParamShape) -> Tensor:
     return torch.empty_strided(param.shape, param.strides, device="meta")
 
 
 def from_file(file: str | os.PathLike[str], folder: str | os.PathLike[str], *, step: int | None = None) -> Path:
-    """Make a sharded checkpoint of a file that has a ``model`` and an ``optimizer`` state dict: ours, or anybody's."""
+    """Make a sharded checkpoint of a file that has a ``model`` and an ``optimizer`` state dict, whoever wrote it."""
     try:
         with open_regular(file, follows_links=True) as stream:  # it is the user who names it, not what is read
             whole = load_plain(stream, os.fstat(stream.fileno()).st_size)
@@ -137,9 +137,9 @@ def from_file(file: str | os.PathLike[str], folder: str | os.PathLike[str], *, s
         state = _split(whole)
         step = step if step is not None else whole.get("step", 0)
         if type(step) is not int or not 0 <= step < 10**18:
-            raise ValueError("its step is no number of steps")
+            raise ValueError("its step is not a number of steps")
     if find(folder, step) is not None or path_of(folder, step).exists():
-        raise CheckpointError(f"{path_of(folder, step)} is there already")
+        raise CheckpointError(f"{path_of(folder, step)} already exists")
     with warnings.catch_warnings():  # that this is one process, which is what we want
         warnings.simplefilter("ignore")
         return write_state(Target(folder=Path(folder), step=step), state, None)
@@ -151,7 +151,7 @@ def _split(whole: dict[str, Any]) -> dict[str, Any]:
     _check_model(model)
     _check_optimizer(optimizer)
     names = _names(model, optimizer)
-    params = [Described.of(name, model[name]) for name in names]
+    params = [ParamShape.of(name, model[name]) for name in names]
     states: dict[Piece, State] = {
         Piece(index, 0, params[index].numel): flat_state(state, model[names[index]])
         for index, state in optimizer["state"].items()
@@ -167,7 +167,7 @@ def _split(whole: dict[str, Any]) -> dict[str, Any]:
 
 def _check_model(model: Any) -> None:
     if not isinstance(model, dict) or not all(type(name) is str for name in model):
-        raise ValueError("its model is no dict of tensors by name")
+        raise ValueError("its model is not a dict of tensors by name")
     for name, value in model.items():
         # One that repeats its elements would become as large as it pretends to be.
         if isinstance(value, Tensor) and value.nbytes > value.untyped_storage().nbytes():
@@ -181,15 +181,15 @@ def _check_optimizer(optimizer: Any) -> None:
     if type(groups) is not list or not all(
         isinstance(group, dict) and type(group.get("params")) is list for group in groups
     ):
-        raise ValueError("its param groups are no list of dicts")
+        raise ValueError("its param groups are not a list of dicts")
     indices = [index for group in groups for index in group["params"]]
     if not all(type(index) is int for index in indices) or sorted(indices) != list(range(len(indices))):
         raise ValueError("its param groups do not number the parameters from 0 on, each once")
     if not isinstance(state, dict) or not all(type(i) is int and 0 <= i < len(indices) for i in state):
-        raise ValueError("it has a state of a parameter that it has not")
+        raise ValueError("it has a state for a parameter that it does not have")
     for index, entries in state.items():
         if not isinstance(entries, dict) or not all(type(key) is str for key in entries):
-            raise ValueError(f"the state of its parameter {index} is no dict")
+            raise ValueError(f"the state of its parameter {index} is not a dict")
         for key, value in entries.items():
             if isinstance(value, Tensor) and value.nbytes > value.untyped_storage().nbytes():
                 raise ValueError(
@@ -205,7 +205,7 @@ def _names(model: dict[str, Tensor], optimizer: dict[str, Any]) -> list[str]:
         if not all(
             type(group["param_names"]) is list and all(type(n) is str for n in group["param_names"]) for group in groups
         ):
-            raise ValueError("its param_names are no names")
+            raise ValueError("its param_names are not names")
         of_index = {i: n for group in groups for i, n in zip(group["params"], group["param_names"], strict=True)}
         names = [of_index[index] for index in range(count)]
     else:

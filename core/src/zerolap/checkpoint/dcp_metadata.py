@@ -56,7 +56,7 @@ def _memory_format(number: Any) -> torch.memory_format:
 
 
 def _path(*parts: Any) -> None:
-    """Where the checkpoint was when it was written, which nobody asks."""
+    """Where the checkpoint was when it was written, which is not needed."""
 
 
 _TABLE: Table = {
@@ -108,7 +108,7 @@ class _Checker:
         return dict(state)
 
     def mapping(self, value: Any, what: str) -> dict[Any, Any]:
-        _must(type(value) is dict, f"{what} is no dict")
+        _must(type(value) is dict, f"{what} is not a dict")
         return dict(self.count(value))
 
     def size(self, value: Any) -> torch.Size:
@@ -128,7 +128,7 @@ class _Checker:
         _must(paths.keys() == entries.keys(), "not everything that is kept has a place")
         storage = self.storage(self.mapping(state["storage_data"], "what is in which file"), entries)
         version = state.get("version")
-        _must(version is None or type(version) is str, "its version is no text")
+        _must(version is None or type(version) is str, "its version is not text")
         return Metadata(state_dict_metadata=entries, planner_data=paths, storage_data=storage, version=version)
 
     def path(self, name: Any, where: Any) -> tuple[str | int, ...]:
@@ -141,7 +141,7 @@ class _Checker:
         return tuple(where)
 
     def entry(self, name: Any, kept: Any) -> TensorStorageMetadata | BytesStorageMetadata:
-        _must(type(name) is str, "a name is no text")
+        _must(type(name) is str, "a name is not text")
         if isinstance(kept, Record) and kept.kind == "BytesStorageMetadata":
             self.fields(kept, "BytesStorageMetadata", ())
             return BytesStorageMetadata()
@@ -202,7 +202,7 @@ class _Checker:
         needed = ("relative_path", "offset", "length")
         state = self.fields(record, "_StorageInfo", (*needed, "transform_descriptors"), needed)
         file = state["relative_path"]
-        _must(type(file) is str, "the name of a file is no text")
+        _must(type(file) is str, "the name of a file is not text")
         if file not in self.sizes:
             raise UnreadableError(f"it refers to a file that is not part of it: {printable(file, 300)}")
         _must(not state.get("transform_descriptors"), "what is in a file is transformed, by a way that is not ours")
@@ -218,7 +218,7 @@ class _Checker:
 
 
 def check_coverage(name: str, size: torch.Size, chunks: Iterable[ChunkStorageMetadata]) -> None:
-    """Refuse chunks that are not all of a tensor, each element once: what no chunk has would be memory nobody has written."""
+    """Refuse chunks that are not all of a tensor, each element once: what no chunk has would be memory that was never written."""
     called = printable(name, 200)
     ranges: list[tuple[int, int]] = []
     cut: int | None = None  # the one dimension in which it is cut
@@ -228,7 +228,7 @@ def check_coverage(name: str, size: torch.Size, chunks: Iterable[ChunkStorageMet
         for dim, (start, count, whole) in enumerate(zip(chunk.offsets, chunk.sizes, size, strict=True)):
             _must(start + count <= whole, f"{called} has a chunk outside of it")
             if count != whole:
-                _must(cut in (None, dim), f"{called} is cut in two directions, which no checkpoint of ours is")
+                _must(cut in (None, dim), f"{called} is cut in two directions, which zerolap never does")
                 cut = dim
     if cut is None:
         _must(len(chunks) == 1, f"{called} has {len(chunks)} chunks that are all of it")

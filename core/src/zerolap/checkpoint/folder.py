@@ -7,7 +7,7 @@
 
 The latest is the one that ``latest`` names, and without a valid link the one that was written last, by the clock in its manifest: not
 the one of the highest step, which after a rollback is of a branch that was given up. Several jobs may use one folder: all that they
-write before it has its name is in folders of their own, and nobody removes what another may still be writing.
+write before it has its name is in folders of their own, and none removes what another may still be writing.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def _aside(path: Path) -> Path:
 
 
 def manifest_of(path: Path) -> bytes:
-    """A manifest as it is on disk; OSError if it is no regular file of a sane size."""
+    """A manifest as it is on disk; OSError if it is not a regular file of a sane size."""
     with open_regular(path / MANIFEST, largest=_LARGEST_MANIFEST) as stream:
         return read_all(stream, _LARGEST_MANIFEST)
 
@@ -276,7 +276,7 @@ def place(partial: Path, path: Path, *, writer: Writer, overwrite: bool) -> Path
 
 
 def remove_all_but(folder: Path, *, keep: int, newest: int, writer: Writer) -> None:
-    """Keep so many of those that were written last. ``newest`` is among them, whatever the clocks say."""
+    """Keep the ``keep`` that were written last. ``newest`` is among them, whatever the clocks say."""
     written = {step: _written(folder, step, unknown=-1) for step in steps(folder) if step != newest}
     known = sorted((when, step) for step, when in written.items() if when >= 0)  # what cannot be read stays
     for _, step in known[: max(0, len(known) - (keep - 1))]:
@@ -299,7 +299,7 @@ def _discard_complete(path: Path, writer: Writer) -> None:
 
 
 def discard(path: Path) -> None:
-    """Remove something partial. What cannot be removed is logged, for it harms nobody."""
+    """Remove something partial. What cannot be removed is logged: it does no harm."""
     try:
         path.unlink() if path.is_symlink() or not path.is_dir() else shutil.rmtree(path)
     except FileNotFoundError:

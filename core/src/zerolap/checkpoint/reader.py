@@ -72,14 +72,14 @@ def read_manifest(path: Path, *, folder: int) -> Manifest:
     """The manifest in a folder that is open, checked; ValueError, OSError or CheckpointError if it is not usable."""
     held = read_json(MANIFEST, largest=_LARGEST_MANIFEST, inside=folder)
     if not isinstance(held, dict) or not {"format", "step", "ranks", "files"} <= held.keys():
-        raise CheckpointError(f"{path}/{MANIFEST} is no manifest of a checkpoint")
+        raise CheckpointError(f"{path}/{MANIFEST} is not the manifest of a checkpoint")
     if held["format"] != FORMAT or type(held["format"]) is not int:
         raise CheckpointError(f"{path} has format {printable(held['format'], 100)}, this is for {FORMAT}")
     step, ranks, files = held["step"], held["ranks"], held["files"]
     is_counted = type(step) is int and type(ranks) is int and 0 <= step < 2**63 and 1 <= ranks < 2**31
     if not is_counted or not isinstance(files, dict) or METADATA not in files:
         raise CheckpointError(
-            f"{path}/{MANIFEST} is no manifest of a checkpoint: a number is odd, or {METADATA} is missing"
+            f"{path}/{MANIFEST} is not the manifest of a checkpoint: a number is out of range, or {METADATA} is missing"
         )
     return Manifest(step, ranks, {name: _checked(path, name, said) for name, said in files.items()})
 
@@ -115,7 +115,7 @@ class CheckpointReader(filesystem.FileSystemReader):
     def __init__(self, path: Path, *, share: tuple[int, int] = (0, 1)) -> None:
         """Compares this rank's share, (rank, ranks), of the files with their digests."""
         super().__init__(path)
-        self._folder = path
+        self.folder = path
         self._compared: dict[str, Identity] = {}
         try:
             with _opened(path) as folder:
@@ -159,7 +159,7 @@ class CheckpointReader(filesystem.FileSystemReader):
 
     def _must_be(self, is_same: bool, name: str) -> None:
         if not is_same:
-            raise CheckpointError(f"{self._folder / printable(name, 300)} is damaged: it is not what was written")
+            raise CheckpointError(f"{self.folder / printable(name, 300)} is damaged: it is not what was written")
 
     def names(self, under: tuple[str, ...]) -> dict[str, Any]:
         """What is directly under a path, and what is known of it."""
@@ -171,7 +171,7 @@ class CheckpointReader(filesystem.FileSystemReader):
     def room(self, where: tuple[str, ...]) -> Tensor:
         kept = self._under.get(where[:-1], {}).get(where[-1])
         if not isinstance(kept, TensorStorageMetadata):
-            raise CheckpointError(f"{self._folder} has no tensor {printable('.'.join(where), 200)}")
+            raise CheckpointError(f"{self.folder} has no tensor {printable('.'.join(where), 200)}")
         return torch.empty(kept.size, dtype=kept.properties.dtype)
 
     def read(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -182,7 +182,7 @@ class CheckpointReader(filesystem.FileSystemReader):
             kept = self.metadata.state_dict_metadata.get(name)
             if kept is not None and isinstance(value, Tensor) != isinstance(kept, TensorStorageMetadata):
                 raise CheckpointError(
-                    f"{self._folder} has {printable(name, 200)} as {type(kept).__name__}, and it is asked for as {type(value).__name__}"
+                    f"{self.folder} has {printable(name, 200)} as {type(kept).__name__}, and it is asked for as {type(value).__name__}"
                 )
         self.set_up_storage_reader(self.metadata, is_coordinator=True)
         try:
@@ -190,7 +190,7 @@ class CheckpointReader(filesystem.FileSystemReader):
         except CheckpointError:
             raise
         except Exception as error:
-            raise CheckpointError(f"{self._folder} cannot be read: {type(error).__name__}: {error}") from error
+            raise CheckpointError(f"{self.folder} cannot be read: {type(error).__name__}: {error}") from error
         return state
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -198,7 +198,7 @@ class CheckpointReader(filesystem.FileSystemReader):
         by_file: dict[str, list[ReadItem]] = {}
         for item in plan.items:
             by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
-        with _opened(self._folder) as folder:
+        with _opened(self.folder) as folder:
             for name, items in by_file.items():
                 with open_regular(name, inside=folder, size=self.files[name][0]) as stream:
                     now = identity(os.fstat(stream.fileno()))
@@ -217,7 +217,7 @@ class CheckpointReader(filesystem.FileSystemReader):
         tensor = load_plain(stream, info.length, start=info.offset)
         if type(tensor) is not Tensor or (tensor.shape, tensor.dtype) != self._chunks[item.storage_index]:
             raise CheckpointError(
-                f"{self._folder} has something else than its .metadata says in the place of {printable(item.storage_index.fqn, 200)}"
+                f"{self.folder} has something other than its .metadata says in place of {printable(item.storage_index.fqn, 200)}"
             )
         target = planner.resolve_tensor(item).detach()
         target.copy_(narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths))

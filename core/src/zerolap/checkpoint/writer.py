@@ -40,7 +40,7 @@ from zerolap.checkpoint.folder import (
 from zerolap.checkpoint.reader import FORMAT, CheckpointError, digest_of
 from zerolap.errors import CollectiveError, ZerolapError
 from zerolap.runtime.dcp_state import FlatShards
-from zerolap.runtime.exchange import all_gather_json, refuse_together
+from zerolap.runtime.peers import all_gather_json, refuse_together
 
 logger = logger_of(__name__)
 

@@ -65,7 +65,7 @@ class Contestant:
     name: str
     model: DDP
     optimizer: torch.optim.Optimizer
-    sent_bytes: Callable[[int], float]  # to other ranks, in so many steps
+    sent_bytes: Callable[[int], float]  # to other ranks, in this many steps
     seconds: list[float] = field(default_factory=list)
     on_network: list[float] = field(default_factory=list)
     loss: float = float("nan")
@@ -112,14 +112,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15, help=f"of {STEPS_PER_ROUND} steps with each")
     parser.add_argument("--json", action="store_true", help="print JSON instead, for programs")
-    given = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group(zerolap.find_adapter("cpu").backend)
-    console = Console(quiet=dist.get_rank() != 0, stderr=given.json)
-    found = race(console, given.rounds)
-    if dist.get_rank() == 0 and given.json:
+    console = Console(quiet=dist.get_rank() != 0, stderr=options.json)
+    found = race(console, options.rounds)
+    if dist.get_rank() == 0 and options.json:
         print(json.dumps(found, indent=1), flush=True)
-    elif not given.json:
+    elif not options.json:
         show(console, found)
     dist.destroy_process_group()
     if found["largest_difference"] != 0:
@@ -148,9 +148,35 @@ def race(console: Console, rounds: int) -> dict[str, Any]:
         ),
         Contestant("zerolap", sharded_model, sharded, lambda steps: handle.stats().sent_bytes),
     )
+    train_in_turns(contestants, text, console, rounds)
+    pairs = zip(sharded_model.parameters(), plain_model.parameters(), strict=True)
+    num_steps = WARM_UP + rounds * STEPS_PER_ROUND
+    return {
+        "parameters": num_params,
+        "ranks": num_ranks,
+        "steps": num_steps,
+        "largest_difference": max((a - b).abs().max().item() for a, b in pairs),
+        "time_ratios": [b / a for a, b in zip(*(c.seconds for c in contestants), strict=True)],
+        "contestants": [
+            {
+                "name": c.name,
+                "loss": c.loss,
+                "state_bytes": state_bytes(c.optimizer),
+                "sent_bytes": c.sent_bytes(num_steps) / num_steps,
+                "network_bytes": statistics.median(c.on_network) if c.on_network else None,
+                "seconds": statistics.median(c.seconds),
+            }
+            for c in contestants
+        ],
+    }
 
+
+def train_in_turns(contestants: tuple[Contestant, ...], text: Tensor, console: Console, rounds: int) -> None:
+    """Train all contestants, a round of each at a time, and note how long they take and what they send."""
+    num_params = sum(p.numel() for p in contestants[0].model.parameters())
+    num_ranks = dist.get_world_size()
     console.print(
-        f"{num_params / 1e6:.1f} M parameters, {dist.get_world_size()} ranks, {len(TEXT)} characters of Shakespeare's "
+        f"{num_params / 1e6:.1f} M parameters, {num_ranks} ranks, {len(TEXT)} characters of Shakespeare's "
         "sonnets. Both train in turns, on the same data."
     )
     columns = (
@@ -176,26 +202,6 @@ def race(console: Console, rounds: int) -> dict[str, Any]:
                     if sent is not None and sent_after is not None:
                         contestant.on_network.append((sent_after - sent) / num_steps / num_ranks)
                 progress.update(task, advance=num_steps, loss=contestant.loss)
-    pairs = zip(sharded_model.parameters(), plain_model.parameters(), strict=True)
-    num_steps = WARM_UP + rounds * STEPS_PER_ROUND
-    return {
-        "parameters": num_params,
-        "ranks": num_ranks,
-        "steps": num_steps,
-        "largest_difference": max((a - b).abs().max().item() for a, b in pairs),
-        "time_ratios": [b / a for a, b in zip(*(c.seconds for c in contestants), strict=True)],
-        "contestants": [
-            {
-                "name": c.name,
-                "loss": c.loss,
-                "state_bytes": state_bytes(c.optimizer),
-                "sent_bytes": c.sent_bytes(num_steps) / num_steps,
-                "network_bytes": statistics.median(c.on_network) if c.on_network else None,
-                "seconds": statistics.median(c.seconds),
-            }
-            for c in contestants
-        ],
-    }
 
 
 def show(console: Console, found: dict[str, Any]) -> None:

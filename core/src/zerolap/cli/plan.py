@@ -23,9 +23,8 @@ from zerolap.backend.base import Adapter
 from zerolap.backend.registry import resolve_adapter
 from zerolap.calibrate.calibrate import Measured, calibrate, measure
 from zerolap.calibrate.from_model import workload_of
-from zerolap.cli.given import (
-    Wanted,
-    attribute,
+from zerolap.cli.import_path import attribute
+from zerolap.cli.plan_inputs import (
     dtype_of,
     json_object,
     make_model,
@@ -36,6 +35,7 @@ from zerolap.cli.given import (
     to_operations_per_second,
     to_seconds,
 )
+from zerolap.cli.plan_options import PlanOptions
 from zerolap.errors import AdapterNotFoundError
 from zerolap.forecast.forecast import Advice, Compute, Forecast, Link, Pattern, forecast_all, recommend
 from zerolap.forecast.workload import Workload
@@ -48,9 +48,9 @@ _STEP_SECONDS_PER_ELEMENT = 5e-11  # unless it is given: 28 bytes of memory traf
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """What came of it."""
+    """What was asked for, the forecast of every way to train, and the one that is advised."""
 
-    wanted: Wanted
+    wanted: PlanOptions
     workload: Workload
     link: Link
     compute: Compute
@@ -58,7 +58,7 @@ class Planned:
     advice: Advice
 
 
-def plan(wanted: Wanted, *, say: Callable[[str], None]) -> Planned:
+def plan(wanted: PlanOptions, *, say: Callable[[str], None]) -> Planned:
     """Forecast what was asked for; ValueError says what is missing or wrong, and what to give instead."""
     params = params_of(wanted)
     optimizer_class = optimizer_class_of(wanted.optimizer)
@@ -102,7 +102,7 @@ def _adapter_for(exchange: Pattern) -> Adapter | None:
         return None
 
 
-def _link_and_compute(wanted: Wanted, measured: Measured | None, work: float) -> tuple[Link, Compute]:
+def _link_and_compute(wanted: PlanOptions, measured: Measured | None, work: float) -> tuple[Link, Compute]:
     """What was measured, with what was said in its place. All that was said is looked at, also what another option replaces."""
     speed = None if wanted.flops is None else to_operations_per_second(wanted.flops)
     forward = None if wanted.forward is None else to_seconds(wanted.forward)
@@ -145,7 +145,7 @@ def _link_and_compute(wanted: Wanted, measured: Measured | None, work: float) ->
 # --- measuring --------------------------------------------------------------------------------------------------------
 
 
-def _measured(wanted: Wanted) -> Measured:
+def _measured(wanted: PlanOptions) -> Measured:
     """Measure the model on ranks of this machine; what fails there is an error here."""
     if wanted.model is None or wanted.batch is None:
         raise ValueError(
@@ -167,7 +167,7 @@ def _tuples(value: Any) -> Any:
     return tuple(_tuples(each) for each in value) if isinstance(value, list) else value
 
 
-def _measure(rank: int, wanted: Wanted, folder: str) -> None:
+def _measure(rank: int, wanted: PlanOptions, folder: str) -> None:
     assert wanted.model is not None
     assert wanted.batch is not None
     torch.set_num_threads(1)

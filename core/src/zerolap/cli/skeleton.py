@@ -50,7 +50,7 @@ def write(
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"{folder} is a file, and a folder is needed")
     if folder.exists() and any(folder.iterdir()):
-        raise FileExistsError(f"{folder} is there already, and not empty")
+        raise FileExistsError(f"{folder} already exists and is not empty")
     values = {
         "name": name,
         "title": name.title().replace("_", ""),

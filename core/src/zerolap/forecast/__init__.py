@@ -1,1 +1,1 @@
-"""Time and memory of a run that was not made. Pure: no tensors, no torch."""
+"""Forecasts of a run's time and memory before it is made. Pure: no tensors, no torch."""

@@ -82,8 +82,8 @@ def _iteration(spans: list[Span]) -> _Iteration | None:
     )
 
 
-def agree(profiles: Sequence[Profile]) -> Profile:
-    """One for all ranks: the slowest's, over a link as fast as anybody has seen it; the others' spans hold waiting for that rank."""
+def common_profile(profiles: Sequence[Profile]) -> Profile:
+    """One for all ranks: the slowest's, over a link as fast as any rank has seen it; the others' spans hold waiting for that rank."""
     slowest = max(profiles, key=lambda each: each.forward + each.backward)
     return slowest._replace(
         bytes_per_second=max(each.bytes_per_second for each in profiles),

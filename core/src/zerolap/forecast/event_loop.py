@@ -1,6 +1,6 @@
-"""A simulated rank: threads that share its cores, exchanges that share its wire. Nothing here knows what they are for.
+"""A simulated rank: threads that share its cores, transfers that share its wire. Nothing here knows what they are for.
 
-Time is continuous. Between two events every thread that works and every exchange that flows has a rate; the next event is
+Time is continuous. Between two events every thread that works and every transfer that flows has a rate; the next event is
 whatever is done first. All ranks do the same at the same time, so one stands for all, and what it sends is what it receives.
 """
 
@@ -38,7 +38,7 @@ class _Running:
         self.waits_for: Flag | None = None
 
 
-class _Exchange:
+class _Transfer:
     __slots__ = ("done", "latency", "left")
 
     def __init__(self, num_bytes: float, latency: float) -> None:
@@ -47,7 +47,7 @@ class _Exchange:
         self.done = Flag()
 
 
-class Clock:
+class SimulatedRank:
     """One rank. ``cores`` is how many threads, moving bytes included, run at full speed at once."""
 
     def __init__(self, *, cores: float, bytes_per_second: float, cpu_seconds_per_byte: float) -> None:
@@ -56,7 +56,7 @@ class Clock:
         self._rate = bytes_per_second
         self._cpu_per_byte = cpu_seconds_per_byte
         self._threads: list[_Running] = []
-        self._flowing: list[tuple[_Exchange, Queue]] = []
+        self._flowing: list[tuple[_Transfer, Queue]] = []
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = count()
         self.wire_seconds = 0.0  # in which something was flowing
@@ -71,8 +71,8 @@ class Clock:
         else:
             fn()
 
-    def flow(self, exchange: _Exchange, queue: Queue) -> None:
-        self._flowing.append((exchange, queue))
+    def flow(self, transfer: _Transfer, queue: Queue) -> None:
+        self._flowing.append((transfer, queue))
 
     def run_until(self, flag: Flag) -> None:
         while True:
@@ -101,27 +101,27 @@ class Clock:
         flowing = list(self._flowing)
         first = min(
             min(thread.left for thread in working) / speed if working else math.inf,
-            min(exchange.left for exchange, _ in flowing) / rate if flowing else math.inf,
+            min(transfer.left for transfer, _ in flowing) / rate if flowing else math.inf,
             self._timers[0][0] - self.now if self._timers else math.inf,
         )
-        assert first < math.inf, "every thread waits for something that nobody will do"
+        assert first < math.inf, "every thread waits for something that will not happen"
         self.now += first
         for thread in working:
             thread.left = _rest(thread.left, speed, first)
         if flowing:
             self.wire_seconds += first
-        for exchange, queue in flowing:
-            exchange.left = _rest(exchange.left, rate, first)
-            if not exchange.left:
-                self._flowing.remove((exchange, queue))
-                queue.on_moved(exchange)
+        for transfer, queue in flowing:
+            transfer.left = _rest(transfer.left, rate, first)
+            if not transfer.left:
+                self._flowing.remove((transfer, queue))
+                queue.on_moved(transfer)
         while self._timers and self._timers[0][0] <= self.now * (1 + _TINY):
             heapq.heappop(self._timers)[2]()
 
     def _speeds(self, num_working: int, num_flowing: int) -> tuple[float, float]:
-        """Seconds of work a thread does, and bytes an exchange moves, in a second.
+        """Seconds of work a thread does, and bytes a transfer moves, in a second.
 
-        The wire is shared evenly, and so are the cores, moving bytes being one more thread for each exchange: but one that needs
+        The wire is shared evenly, and so are the cores, moving bytes being one more thread for each transfer: but one that needs
         less than its share takes no more than that.
         """
         rate = self._rate / max(num_flowing, 1)
@@ -140,52 +140,55 @@ def _rest(left: float, speed: float, seconds: float) -> float:
 
 
 class Queue:
-    """The exchanges of one process group, in the order in which they are started.
+    """The transfers of one process group, in the order in which they are started.
 
     Either up to ``width`` are under way at once, each with all of its latency. Or, with None, any number: their bytes go one
     behind the other, but the latency of one passes while another moves.
     """
 
-    def __init__(self, clock: Clock, *, width: int | None) -> None:
-        self._clock = clock
+    def __init__(self, rank: SimulatedRank, *, width: int | None) -> None:
+        self._rank = rank
         self._width = width
-        self._waiting: deque[_Exchange] = deque()
+        self._waiting: deque[_Transfer] = deque()
         self._num_busy = 0
 
     def start(self, num_bytes: float, *, latency: float) -> Flag:
-        """One more exchange; the flag is set when it is done."""
-        exchange = _Exchange(num_bytes, latency)
+        """One more transfer; the flag is set when it is done."""
+        transfer = _Transfer(num_bytes, latency)
         if self._width is None:
-            self._clock.after(latency / 2, lambda: self._queue(exchange))
+            self._rank.after(latency / 2, lambda: self._queue(transfer))
         else:
-            self._queue(exchange)
-        return exchange.done
+            self._queue(transfer)
+        return transfer.done
 
-    def _queue(self, exchange: _Exchange) -> None:
-        self._waiting.append(exchange)
+    def _queue(self, transfer: _Transfer) -> None:
+        self._waiting.append(transfer)
         self._serve()
 
     def _serve(self) -> None:
         while self._waiting and self._num_busy < (self._width or 1):
-            exchange = self._waiting.popleft()
+            transfer = self._waiting.popleft()
             self._num_busy += 1
-            before = 0.0 if self._width is None else exchange.latency / 2
-            self._clock.after(before, lambda moved=exchange: self._clock.flow(moved, self))  # type: ignore[misc]
+            before = 0.0 if self._width is None else transfer.latency / 2
+            self._rank.after(before, lambda moved=transfer: self._rank.flow(moved, self))  # type: ignore[misc]
 
-    def on_moved(self, exchange: _Exchange) -> None:
+    def on_moved(self, transfer: _Transfer) -> None:
         """Its last byte is on the wire."""
         if self._width is None:
             self._num_busy -= 1
-            self._clock.after(exchange.latency / 2, lambda: _set(exchange.done))
+            self._rank.after(transfer.latency / 2, lambda: _set(transfer.done))
             self._serve()
         else:
-            self._clock.after(exchange.latency / 2, lambda: self._end(exchange))
+            self._rank.after(transfer.latency / 2, lambda: self._end(transfer))
 
-    def _end(self, exchange: _Exchange) -> None:
+    def _end(self, transfer: _Transfer) -> None:
         self._num_busy -= 1
-        _set(exchange.done)
+        _set(transfer.done)
         self._serve()
 
 
 def _set(flag: Flag) -> None:
     flag.is_set = True
+
+
+Clock = SimulatedRank  # temporary, until simulator.py says SimulatedRank

@@ -11,12 +11,12 @@ from dataclasses import dataclass, fields
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from zerolap.schedule.ownership import EqualRanges, GroupRank, Layout, Policy, Slot, make_plan
+from zerolap.schedule.ownership import EqualRanges, GroupRank, Layout, Policy, Slot, assign_owners
 
 MB = 2**20
 FIRST_BUCKET_BYTES = MB  # DDP's first bucket, unless a cap is given: its reduction shall start early
 _ALIGNMENT_BYTES = 64  # of a parameter in its flat buffer; a gather sends the padding with it
-_NUM_EXACT = 64  # up to so many ranks every share is looked at; beyond, the largest is bounded
+_NUM_EXACT = 64  # up to this many ranks every share is looked at; beyond, the largest is bounded
 
 
 class Param(NamedTuple):
@@ -101,11 +101,11 @@ def bucketize(params: Sequence[Param], *, cap_bytes: int, first_bytes: int | Non
 def traffic_of(workload: Workload, world_size: int) -> list[Traffic]:
     """Every bucket's traffic, in DDP's order. Buckets are reduced in order, so none is ready before those ahead of it."""
     params, traffic, ready_at = workload.params, [], 0.0
-    for slots, planned in zip(workload.layout, _plan(workload, world_size), strict=True):
+    for slots, ranges in zip(workload.layout, _ranges(workload, world_size), strict=True):
         members = [params[slot.param] for slot in slots]
         ready_at = max([ready_at, *(param.ready_at for param in members)])
         numel = sum(slot.numel for slot in slots)
-        largest, smallest = _extremes(planned, slots, world_size, workload.cut)
+        largest, smallest = _extremes(ranges, slots, world_size, workload.cut)
         moved = max(numel - smallest, largest * (world_size - 1))
         itemsize = members[0].itemsize
         reduced_as, gathered_as = workload.reduce_itemsize or itemsize, workload.gather_itemsize or itemsize
@@ -127,7 +127,7 @@ def traffic_of(workload: Workload, world_size: int) -> list[Traffic]:
 def sent_bytes(workload: Workload, world_size: int, *, rank: GroupRank, stage_sizes: Sequence[int]) -> int:
     """What a rank sends in a step, to the byte, where exchanges have these stages and parts are not padded to equal size."""
     params, sent = workload.params, 0
-    for slots, planned in zip(workload.layout, _plan(workload, world_size), strict=True):
+    for slots, ranges in zip(workload.layout, _ranges(workload, world_size), strict=True):
         itemsize = params[slots[0].param].itemsize
         # Bounds of blocks of ranks: the rank's own first, then those it has gathered.
         blocks, low, width = [], 0, world_size
@@ -135,7 +135,7 @@ def sent_bytes(workload: Workload, world_size: int, *, rank: GroupRank, stage_si
             width //= size
             low += (rank - low) // width * width
             blocks.append((low, low + width, size - 1))
-        ends = {end: planned.end(end) for begin, stop, _ in blocks for end in (begin, stop)}
+        ends = {end: ranges.end(end) for begin, stop, _ in blocks for end in (begin, stop)}
         mine = ends[blocks[-1][1]] - ends[blocks[-1][0]]
         sent += (sum(slot.numel for slot in slots) - mine) * (workload.reduce_itemsize or itemsize)
         padded = _positions(slots, list(ends.values()), step=_ALIGNMENT_BYTES // itemsize)
@@ -147,15 +147,15 @@ def sent_bytes(workload: Workload, world_size: int, *, rank: GroupRank, stage_si
 
 def sharded_memory(workload: Workload, world_size: int, *, rank: GroupRank | None = None) -> Memory:
     """What a rank holds; without one, the rank that holds the most state (all hold the same where parameters are cut)."""
-    plan = _plan(workload, world_size)
+    owners = _ranges(workload, world_size)
     if rank is None:
-        rank = GroupRank(0) if workload.cut is not None else _heaviest(workload, plan, world_size)
+        rank = GroupRank(0) if workload.cut is not None else _heaviest(workload, owners, world_size)
     params, state, masters, reduced, flat = workload.params, 0.0, 0, 0, 0
-    for slots, planned in zip(workload.layout, plan, strict=True):
+    for slots, ranges in zip(workload.layout, owners, strict=True):
         itemsize = params[slots[0].param].itemsize
         step = _ALIGNMENT_BYTES // itemsize
         flat += itemsize * sum(-(-slot.numel // step) * step for slot in slots)
-        for piece in planned.owned_by(rank):
+        for piece in ranges.owned_by(rank):
             param, size = params[piece.param], piece.stop - piece.start
             state += param.state_bytes_per_element * size + param.state_bytes_per_piece
             masters += param.master_itemsize * size
@@ -187,29 +187,29 @@ def plain_memory(workload: Workload) -> Memory:
     )
 
 
-def _plan(workload: Workload, world_size: int) -> list[EqualRanges]:
-    plan = make_plan(workload.layout, world_size=world_size, policy=Policy.BY_ELEMENT, cut=workload.cut)
-    return [planned for planned in plan.buckets if isinstance(planned, EqualRanges)]
+def _ranges(workload: Workload, world_size: int) -> list[EqualRanges]:
+    ownership = assign_owners(workload.layout, world_size=world_size, policy=Policy.BY_ELEMENT, cut=workload.cut)
+    return [ranges for ranges in ownership.buckets if isinstance(ranges, EqualRanges)]
 
 
 def _bytes(slots: Sequence[Slot], params: Sequence[Param], itemsize: int | None) -> int:
     return sum(slot.numel * (itemsize or params[slot.param].itemsize) for slot in slots)
 
 
-def _extremes(planned: EqualRanges, slots: Sequence[Slot], world_size: int, cut: int | None) -> tuple[int, int]:
+def _extremes(ranges: EqualRanges, slots: Sequence[Slot], world_size: int, cut: int | None) -> tuple[int, int]:
     """The elements of the largest and of the smallest share."""
     numel = sum(slot.numel for slot in slots)
     if world_size <= _NUM_EXACT:
-        shares = [end - begin for begin, end in pairwise(planned.bounds())]
+        shares = [end - begin for begin, end in pairwise(ranges.bounds())]
         return max(shares), min(shares)
     if cut is None:
-        largest = max(_shares_of_whole(planned, slots, world_size).values(), default=0)
+        largest = max(_shares_of_whole(ranges, slots, world_size).values(), default=0)
         return largest, numel // world_size if len(slots) >= world_size else 0
     ideal = numel / world_size
     return min(numel, -int(-ideal // cut) * cut), max(0, int(ideal // cut) * cut)
 
 
-def _shares_of_whole(planned: EqualRanges, slots: Sequence[Slot], world_size: int) -> dict[int, int]:
+def _shares_of_whole(ranges: EqualRanges, slots: Sequence[Slot], world_size: int) -> dict[int, int]:
     """Elements by owner where parameters are whole: by parameter, for there may be far more ranks."""
     shares: dict[int, int] = {}
     start, total = 0, sum(slot.numel for slot in slots)
@@ -218,20 +218,20 @@ def _shares_of_whole(planned: EqualRanges, slots: Sequence[Slot], world_size: in
             owner = (
                 (2 * start + slot.numel) * world_size // (2 * total)
             )  # whose range its middle lies in, or a neighbour
-            while owner >= world_size or planned.end(owner) > start:
+            while owner >= world_size or ranges.end(owner) > start:
                 owner -= 1
-            while planned.end(owner + 1) <= start:
+            while ranges.end(owner + 1) <= start:
                 owner += 1
             shares[owner] = shares.get(owner, 0) + slot.numel
             start += slot.numel
     return shares
 
 
-def _heaviest(workload: Workload, plan: Sequence[EqualRanges], world_size: int) -> GroupRank:
+def _heaviest(workload: Workload, owners: Sequence[EqualRanges], world_size: int) -> GroupRank:
     """The rank with the most elements."""
     load: dict[int, int] = {}
-    for slots, planned in zip(workload.layout, plan, strict=True):
-        for owner, numel in _shares_of_whole(planned, slots, world_size).items():
+    for slots, ranges in zip(workload.layout, owners, strict=True):
+        for owner, numel in _shares_of_whole(ranges, slots, world_size).items():
             load[owner] = load.get(owner, 0) + numel
     return GroupRank(max(load, key=lambda owner: load[owner], default=0))
 

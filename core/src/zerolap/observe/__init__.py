@@ -1,1 +1,1 @@
-"""What is told of a run: traces, statistics, pictures. It looks at the runtime, which knows nothing of it."""
+"""What a run reports: traces, statistics, pictures. It looks at the runtime, which does not know it."""

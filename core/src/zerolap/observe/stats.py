@@ -33,9 +33,9 @@ class Stats:
     receive_bytes: int
     """That the adapter keeps for what is received."""
     exposed_ms: float | None
-    """Training has waited so long for communication."""
+    """How long training has waited for communication."""
     communication_ms: float | None
-    """Communication was under way so long; of lazy gathers only what was waited for is counted, as nobody sees the rest end."""
+    """How long communication was in flight; of lazy gathers only what was waited for is counted, as the end of the rest is not seen."""
 
     @property
     def exposed_ms_per_update(self) -> float | None:

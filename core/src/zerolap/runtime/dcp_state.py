@@ -8,8 +8,7 @@ gets them. All other entries (step counts, factored moments) are saved as they a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,20 +21,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torch.optim import Optimizer
 
-from zerolap._logging import logger_of
 from zerolap._torch import make_wrapper_subclass
 from zerolap._torch.checkpoint_format import set_element
-from zerolap.runtime.param_groups import Options, ParamGroup, options_of, params_of
-from zerolap.runtime.shard_optimizer import MASTER, stand_in_for
+from zerolap.runtime.param_groups import Options, ParamGroup, options_of
 from zerolap.runtime.state_pieces import State, strides_in_bucket
 from zerolap.schedule.ownership import Piece
 from zerolap.untrusted.files import printable
-
-_LARGEST_TRIED = 2**22  # elements of a parameter that a class is tried on
-
-logger = logger_of(__name__)
 
 
 class FlatShards(Tensor):
@@ -99,7 +91,7 @@ def names_of(model: nn.Module, params: Sequence[Tensor]) -> list[str]:
     return [found[param] for param in params]
 
 
-class Described(NamedTuple):
+class ParamShape(NamedTuple):
     """A parameter as a checkpoint knows it. Flat entries are in the order of its memory, so strides matter."""
 
     name: str
@@ -107,7 +99,7 @@ class Described(NamedTuple):
     strides: tuple[int, ...]
 
     @classmethod
-    def of(cls, name: str, param: Tensor) -> Described:
+    def of(cls, name: str, param: Tensor) -> ParamShape:
         return cls(name, tuple(param.shape), tuple(strides_in_bucket(param)))
 
     @property
@@ -115,17 +107,22 @@ class Described(NamedTuple):
         return math.prod(self.shape)
 
 
-def described_then(saved: Any) -> dict[str, Described]:
+def shapes_of(model: nn.Module, params: Sequence[Tensor]) -> list[ParamShape]:
+    """The optimizer's parameters, in its order, with their names in the model."""
+    return [ParamShape.of(name, param) for name, param in zip(names_of(model, params), params, strict=True)]
+
+
+def saved_shapes(saved: Any) -> dict[str, ParamShape]:
     """The parameters as a checkpoint says they were, by name; ValueError if no parameter can be like that."""
-    then: dict[str, Described] = {}
+    then: dict[str, ParamShape] = {}
     if type(saved) not in (list, tuple):
         raise ValueError("the checkpoint does not list its parameters")
     for each in saved:
         match each:
             case (str(name), [*shape], [*strides]) if name not in then and _is_dense(shape, strides):
-                then[name] = Described(name, tuple(shape), tuple(strides))
+                then[name] = ParamShape(name, tuple(shape), tuple(strides))
             case _:
-                raise ValueError(f"the checkpoint describes a parameter that cannot be: {printable(repr(each), 200)}")
+                raise ValueError(f"the checkpoint describes an impossible parameter: {printable(repr(each), 200)}")
     return then
 
 
@@ -141,7 +138,7 @@ def _is_dense(shape: list[Any], strides: list[Any]) -> bool:
     return expected < 2**60 or 0 in shape
 
 
-def compare(params: Sequence[Described], then: Mapping[str, Described]) -> list[str]:
+def compare(params: Sequence[ParamShape], then: Mapping[str, ParamShape]) -> list[str]:
     """Everything in which a checkpoint's parameters differ from the model's, in words."""
     now = {param.name: param for param in params}
     return [
@@ -155,80 +152,6 @@ def compare(params: Sequence[Described], then: Mapping[str, Described]) -> list[
     ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fit:
-    """What an optimizer can do with the states of a checkpoint: in words where it cannot, and the parameters whose state it leaves."""
-
-    differences: list[str]
-    without_state: frozenset[str]
-    is_same_class: bool
-
-
-def entries_in(saved: Metadata, path: tuple[str, ...]) -> dict[str, frozenset[str]]:
-    """The names of the entries that each parameter's state has in a checkpoint; masters are ours, not the class's."""
-    found: dict[str, set[str]] = {}
-    for where in (saved.planner_data or {}).values():
-        if tuple(where[: len(path)]) == path and len(where) > len(path) + 1:
-            found.setdefault(str(where[len(path)]), set()).add(str(where[len(path) + 1]))
-    return {name: frozenset(keys - {MASTER}) for name, keys in found.items() if keys - {MASTER}}
-
-
-def fit_of(
-    saved_class: str | None,
-    our_class: str,
-    *,
-    saved_options: Sequence[Options],
-    groups: Sequence[ParamGroup],
-    entries: Mapping[str, frozenset[str]],
-    params: Sequence[Described],
-    factory: Callable[[list[ParamGroup]], Optimizer],
-) -> Fit:
-    """Compare a checkpoint's class, options and state entries with those of an optimizer.
-
-    Checkpoints of single files, and of older versions, do not name the class. What their states should have is found by a step of
-    the class on a tensor like the smallest parameter of each kind.
-    """
-    kinds: dict[tuple[int, int], list[tuple[Tensor, Described]]] = {}
-    described = iter(params)
-    for place, group in enumerate(groups):
-        for param in params_of(group):
-            found = next(described)
-            if found.name in entries:
-                kinds.setdefault((place, param.ndim), []).append((param, found))
-    misfits: dict[str, str] = {}
-    for (place, _), alike in kinds.items() if saved_class != our_class else ():
-        param, specimen = min(alike, key=lambda each: each[0].numel())
-        ours = options_of(groups[place])
-        # Which entries there are may depend on switches and rates that are saved, too. Counts are left: a step could take for ever.
-        theirs = {key: value for key, value in saved_options[place].items() if isinstance(value, bool | float)}
-        expected = _entries_made(factory, ours, param)
-        if saved_class is None and expected != entries[specimen.name]:
-            expected = (
-                _entries_made(factory, {**ours, **{key: theirs.get(key, ours[key]) for key in ours}}, param) or expected
-            )
-        for _, each in alike:
-            has = entries[each.name]
-            if expected is None:
-                is_misfit = saved_class is not None
-            else:
-                is_misfit = entries[specimen.name] != expected or has < expected
-            if is_misfit:
-                said = printable(sorted(has), 300)
-                misfits[each.name] = (
-                    f"the state of {each.name} has {said}, where {our_class} keeps {sorted(expected or ())}"
-                )
-    differences = list(misfits.values())
-    if saved_class not in (None, our_class):
-        differences = [f"it was saved with the optimizer {printable(saved_class, 100)}, not {our_class}"]
-    elif saved_class is None and not differences:
-        differences = compare_options(saved_options, groups, our_class)
-    return Fit(
-        differences=differences,
-        without_state=frozenset(misfits),
-        is_same_class=saved_class == our_class or (saved_class is None and not differences),
-    )
-
-
 def compare_options(saved: Sequence[Options], groups: Sequence[ParamGroup], our_class: str) -> list[str]:
     """A difference if both sides have options that the other does not know: one alone may be of another version."""
     given = {key for options in saved for key in options_of(options)}
@@ -239,26 +162,7 @@ def compare_options(saved: Sequence[Options], groups: Sequence[ParamGroup], our_
     return []
 
 
-def _entries_made(
-    factory: Callable[[list[ParamGroup]], Optimizer], options: Options, like: Tensor
-) -> frozenset[str] | None:
-    """The entries that a first step leaves in the state of such a parameter; None if that cannot be tried."""
-    if like.numel() > _LARGEST_TRIED:
-        return None
-    tried = stand_in_for(like, torch.zeros_like(like, memory_format=torch.contiguous_format))
-    tried.requires_grad_()
-    tried.grad = torch.ones_like(tried)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            optimizer = factory([{**options, "params": [tried]}])
-            optimizer.step()
-    except Exception as error:  # whatever a class of the user's raises for such options, it is not what is asked here
-        logger.debug("the entries of an optimizer's state are not known: %s: %s", type(error).__name__, error)
-        return None
-    return frozenset(optimizer.state[tried]) if tried in optimizer.state else frozenset()
-
-
-def to_sharded(states: Mapping[Piece, State], params: Sequence[Described]) -> dict[str, State]:
+def to_sharded(states: Mapping[Piece, State], params: Sequence[ParamShape]) -> dict[str, State]:
     """This rank's flat states by parameter name. Shares their memory."""
     sharded: dict[str, State] = {}
     for piece, state in states.items():
@@ -276,8 +180,8 @@ def room_for(
     saved: Metadata,
     path: tuple[str, ...],
     pieces: Iterable[Piece],
-    params: Sequence[Described],
-    then: Mapping[str, Described],
+    params: Sequence[ParamShape],
+    then: Mapping[str, ParamShape],
 ) -> dict[str, State]:
     """Memory on the CPU for this rank's pieces of the states a checkpoint has under ``path``: what its loader fills.
 
@@ -309,7 +213,7 @@ def room_for(
 
 
 def from_sharded(
-    sharded: Mapping[str, State], params: Sequence[Described], then: Mapping[str, Described]
+    sharded: Mapping[str, State], params: Sequence[ParamShape], then: Mapping[str, ParamShape]
 ) -> dict[Piece, State]:
     """Flat states by piece, given what was loaded by name."""
     states: dict[Piece, State] = {}
@@ -327,7 +231,7 @@ def from_sharded(
     return states
 
 
-def _reordered(value: Tensor, param: Described, then: Described) -> Tensor:
+def _reordered(value: Tensor, param: ParamShape, then: ParamShape) -> Tensor:
     if param == then:
         return value
     shaped = value.as_strided(then.shape, then.strides)
@@ -338,13 +242,13 @@ def _reordered(value: Tensor, param: Described, then: Described) -> Tensor:
     )
 
 
-def _is_nothing(piece: Piece, param: Described) -> bool:
+def _is_nothing(piece: Piece, param: ParamShape) -> bool:
     """Whether a piece holds nothing of a parameter that has something."""
     return piece.start == piece.stop and param.numel > 0
 
 
 def _is_flat_entry(key: str, size: torch.Size, numel: int) -> bool:
-    """Whether an entry has one value for each of so many elements."""
+    """Whether an entry has one value for each of ``numel`` elements."""
     return key != "step" and tuple(size) == (numel,) and numel > 0
 
 

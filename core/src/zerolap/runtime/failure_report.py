@@ -1,6 +1,6 @@
 """Last words: what a failing rank tells the others, through the group's store. Nothing here is used while all is well.
 
-A collective that times out knows what it waited for, but not why nobody came. That is known to another rank, which ends at
+A collective that times out knows what it waited for, but not why the others did not come. That is known to another rank, which ends at
 about the same time, or has ended: so each leaves its reason in the store, and adds what it finds there to its own.
 """
 
@@ -55,7 +55,7 @@ class LastWords:
             return ""
         self._has_spoken = True
         heard: dict[int, Words] = {}
-        # On a thread of its own: a store that lives in a rank that was stopped answers nobody, whatever the time limit.
+        # On a thread of its own: a store in a rank that was stopped never answers, whatever the time limit.
         thread = threading.Thread(target=self._talk, args=(mine, heard, listen), name="zerolap-last-words", daemon=True)
         thread.start()
         thread.join(_LISTEN_SECONDS + 0.5)

@@ -13,11 +13,11 @@ from zerolap.backend.base import Adapter
 from zerolap.backend.lanes import Lane
 from zerolap.runtime.bucket import Bucket
 from zerolap.runtime.common import Common
-from zerolap.runtime.exchange import move_states
 from zerolap.runtime.exchange_strategies import ExchangeStrategy
 from zerolap.runtime.flat_buffer import FlatBuffer
 from zerolap.runtime.shard_optimizer import LocalOptimizer, ShardBook, stand_in_for
 from zerolap.runtime.state_pieces import by_param
+from zerolap.runtime.state_transfer import move_states
 from zerolap.schedule.ownership import GroupRank, Piece
 
 # When buckets change, states go to their new owners in this many portions, unless these would be small.

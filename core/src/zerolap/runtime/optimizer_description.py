@@ -1,4 +1,4 @@
-"""An optimizer as plain data, which ranks compare: its class, its options and what its parameters are. No collectives here.
+"""An optimizer as plain data, which ranks compare: its class, its options and what its parameters are.
 
 Parameters that are updated by different rules on different ranks are the worst kind of wrong: every rank's own shard looks fine,
 all ranks hold the same parameters, and no audit of those finds anything.
@@ -13,11 +13,28 @@ from enum import Enum
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from zerolap.errors import ZerolapError
 from zerolap.runtime.param_groups import ParamGroup, options_of, params_of
+from zerolap.runtime.peers import all_gather_json
 
 _FEW = 64  # values that are spelled out; of more there is a digest
+
+
+def compare_between_ranks(optimizer_class: Any, groups: Sequence[ParamGroup], *, group: dist.ProcessGroup) -> None:
+    """ValueError on all ranks if class, options or parameters are not the same everywhere."""
+    mine = describe(optimizer_class, groups)
+    what = "comparing the optimizer's class, options and parameters between ranks"
+    if len(set(all_gather_json(digest_of(mine), group=group, what=what))) == 1:
+        return
+    theirs = all_gather_json(mine, group=group, what=what)
+    for rank, other in enumerate(theirs):
+        difference = first_difference(theirs[0], other)
+        if difference:
+            raise ValueError(f"the optimizers of group ranks 0 and {rank} differ: {difference}")
+    raise ZerolapError("the ranks' optimizers have different digests but equal descriptions")
 
 
 def describe(optimizer_class: Any, groups: Sequence[ParamGroup]) -> dict[str, Any]:

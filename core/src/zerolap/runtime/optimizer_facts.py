@@ -7,7 +7,7 @@ Four questions decide how a class can be sharded, and a wrong answer to any of t
 * is every element updated by itself, so that a parameter may be cut, and where (``exact_cut``)?
 * does its fused implementation give what the other one gives (``fused_is_same``)?
 
-Answers are of one process. Whoever asks sees to it that all ranks act on the same one. torch's own classes are known: their
+Answers are of one process. The caller makes sure that all ranks act on the same one. torch's own classes are known: their
 answers to the first two, and mostly to the third, are here as a table, which a test compares with what the probe finds.
 """
 
@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zerolap._logging import logger_of
-from zerolap.runtime.exchange import check_sendable
 from zerolap.runtime.param_groups import Options, ParamGroup, options_of, params_of
 from zerolap.runtime.shard_optimizer import LocalOptimizer, stand_in_for
 from zerolap.runtime.state_pieces import by_param
+from zerolap.runtime.state_transfer import check_sendable
 from zerolap.schedule.ownership import Piece
 
 logger = logger_of(__name__)
@@ -285,7 +285,7 @@ def _refuse_subclasses(local: LocalOptimizer) -> None:
     for state in local.states().values():
         for key, value in state.items():
             if isinstance(value, Tensor) and type(value) not in (Tensor, nn.Parameter):
-                raise TypeError(f"its {key!r} is no plain tensor but a {type(value).__name__}")
+                raise TypeError(f"its {key!r} is not a plain tensor but a {type(value).__name__}")
 
 
 # --- may it be cut, and where? ------------------------------------------------------------------------------------------

@@ -15,8 +15,8 @@ from zerolap._logging import logger_of
 from zerolap.errors import ZerolapError
 from zerolap.runtime.bucket import Bucket
 from zerolap.runtime.common import Common, Observer
-from zerolap.runtime.exchange import all_gather_json
 from zerolap.runtime.optimizer_description import describe_options, digest_of, first_option
+from zerolap.runtime.peers import all_gather_json
 from zerolap.runtime.reduced_gradients import ReducedGradients
 from zerolap.runtime.shard_optimizer import ShardBook
 from zerolap.schedule.machine import Machine, Schedule

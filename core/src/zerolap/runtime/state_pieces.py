@@ -54,7 +54,7 @@ def by_param(states: Mapping[Piece, State]) -> dict[int, list[tuple[Piece, State
 
 
 def fit(pieces: Iterable[tuple[Piece, State]], wanted: Piece) -> State | None:
-    """The flat state of ``wanted`` from the pieces at hand; None if none of them has any of it."""
+    """The flat state of ``wanted`` from these pieces; None if none of them has any of it."""
     parts: list[tuple[Piece, State]] = []
     for piece, state in sorted(pieces, key=lambda item: item[0]):
         if piece[:] == wanted[:]:

@@ -1,13 +1,13 @@
-"""Layouts and plans: what DDP's buckets hold, and which rank owns what. Pure functions of sizes; no tensors, no torch.
+"""Layouts and ownership: what DDP's buckets hold, and which rank owns what. Pure functions of sizes; no tensors, no torch.
 
-A layout is given; a plan is decided. The four policies:
+A layout is given; ownership is decided. The four policies:
 
 * ``whole_bucket``: bucket *i* belongs to rank *i mod n*;
 * ``by_parameter``: a bucket is cut between parameters, each run goes to the least loaded rank;
 * ``by_element``: every bucket is cut into *n* nearly equal element ranges, rank *r* owns the *r*-th;
 * ``greedy``: no buckets; parameters, largest first, go to the least loaded rank.
 
-All are linear in the parameters and logarithmic in the ranks, and the same input gives the same plan on every rank.
+All are linear in the parameters and logarithmic in the ranks, and the same input gives the same owners on every rank.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Policy(Enum):
     BY_ELEMENT = "by_element"
 
 
-# Slots, pieces and segments are tuples, not dataclasses: a plan may hold a million, and these are built five times faster.
+# Slots, pieces and segments are tuples, not dataclasses: there may be a million, and these are built five times faster.
 class Slot(NamedTuple):
     """One parameter's place in a bucket."""
 
@@ -56,7 +56,7 @@ class Segment(NamedTuple):
 Layout = tuple[tuple[Slot, ...], ...]  # buckets in the order DDP reduces them
 
 
-class BucketPlan(Protocol):
+class BucketOwners(Protocol):
     """Who owns what of one bucket. Segments are in bucket order, cover it and do not overlap."""
 
     def segments(self) -> tuple[Segment, ...]: ...
@@ -129,12 +129,12 @@ class EqualRanges:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Ownership:
     """Who owns what, bucket by bucket."""
 
     policy: Policy
     world_size: int
-    buckets: tuple[BucketPlan, ...]
+    buckets: tuple[BucketOwners, ...]
 
     def owner_of_whole_params(self) -> dict[int, GroupRank]:
         """Parameter index to owner, for policies that never cut a parameter."""
@@ -143,14 +143,14 @@ class Plan:
         return {piece.param: segment.owner for segment in segments for piece in segment.pieces}
 
 
-def make_plan(layout: Layout, *, world_size: int, policy: Policy, cut: int | None = 1) -> Plan:
+def assign_owners(layout: Layout, *, world_size: int, policy: Policy, cut: int | None = 1) -> Ownership:
     """Decide who owns what in ``layout``.
 
     ``by_element`` cuts a parameter only at multiples of ``cut`` elements from its start, or with None not at all.
     """
     if world_size < 1 or (cut is not None and cut < 1):
         raise ValueError(f"world_size and cut must be at least 1, got {world_size} and {cut}")
-    buckets: tuple[BucketPlan, ...]
+    buckets: tuple[BucketOwners, ...]
     match policy:
         case Policy.WHOLE_BUCKET:
             buckets = tuple(WholeParams(_whole(bucket, GroupRank(i % world_size))) for i, bucket in enumerate(layout))
@@ -158,7 +158,13 @@ def make_plan(layout: Layout, *, world_size: int, policy: Policy, cut: int | Non
             buckets = tuple(WholeParams(segments) for segments in _by_parameter(layout, world_size))
         case Policy.BY_ELEMENT:
             buckets = tuple(EqualRanges.of(bucket, world_size=world_size, cut=cut) for bucket in layout)
-    return Plan(policy=policy, world_size=world_size, buckets=buckets)
+    return Ownership(policy=policy, world_size=world_size, buckets=buckets)
+
+
+# Temporary, until engine.py and native.py use the new names.
+Plan = Ownership
+BucketPlan = BucketOwners
+make_plan = assign_owners
 
 
 def greedy_owners(group_sizes: Sequence[Sequence[int]], *, world_size: int) -> list[list[GroupRank]]:
@@ -186,12 +192,12 @@ def _by_parameter(layout: Layout, world_size: int) -> tuple[tuple[Segment, ...],
     sizes = [sum(slot.numel for slot in bucket) for bucket in layout]
     threshold = sum(sizes) / world_size
     load = [(0, GroupRank(rank)) for rank in range(world_size)]
-    plan: list[tuple[Segment, ...]] = [()] * len(layout)
+    owned: list[tuple[Segment, ...]] = [()] * len(layout)
     for index in sorted(range(len(layout)), key=lambda i: sizes[i]):
         segments: list[Segment] = []
         served: list[tuple[int, GroupRank]] = []  # ranks that own part of this bucket sit out until it is done
         for run in _runs_below(layout[index], threshold):
-            if not load:  # more runs than ranks: everybody may be served again
+            if not load:  # more runs than ranks: every rank may be served again
                 load, served = served, []
                 heapq.heapify(load)
             size, owner = heapq.heappop(load)
@@ -199,8 +205,8 @@ def _by_parameter(layout: Layout, world_size: int) -> tuple[tuple[Segment, ...],
             segments += _whole(run, owner)
         for entry in served:
             heapq.heappush(load, entry)
-        plan[index] = tuple(segments)
-    return tuple(plan)
+        owned[index] = tuple(segments)
+    return tuple(owned)
 
 
 def _runs_below(bucket: Sequence[Slot], threshold: float) -> list[Sequence[Slot]]:

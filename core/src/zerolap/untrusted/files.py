@@ -56,10 +56,10 @@ def open_regular(
         # Looked at before it is opened: opening alone makes some devices act.
         found = os.stat(path, dir_fd=inside, follow_symlinks=follows_links)
     except ValueError as error:
-        raise UntrustedFileError(f"{printable(name, 300)} is no name of a file: {error}") from error
+        raise UntrustedFileError(f"{printable(name, 300)} is not a file name: {error}") from error
     if not stat.S_ISREG(found.st_mode):
         raise UntrustedFileError(
-            f"{printable(name, 300)} is no regular file; links, pipes, devices and folders are not read"
+            f"{printable(name, 300)} is not a regular file; links, pipes, devices and folders are not read"
         )
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follows_links else os.O_NOFOLLOW)
     with open(os.open(path, flags, dir_fd=inside), "rb") as stream:
@@ -112,12 +112,12 @@ def parse_json(data: bytes | str) -> Any:
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a name stands twice in one object")
+        raise ValueError("a name appears twice in one object")
     return found
 
 
 def _no_number(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 @contextlib.contextmanager
@@ -130,10 +130,10 @@ def written_whole(path: str | os.PathLike[str]) -> Iterator[io.BufferedWriter]:
     try:
         unfinished = target.with_name(f".{target.name}.{os.getpid()}")
     except ValueError as error:
-        raise UntrustedFileError(f"{printable(target)} is no name of a file") from error
+        raise UntrustedFileError(f"{printable(target)} is not a file name") from error
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISREG(os.stat(target).st_mode):
-            raise UntrustedFileError(f"{printable(target)} is no regular file, and is not replaced by one")
+            raise UntrustedFileError(f"{printable(target)} is not a regular file, and is not replaced by one")
     try:
         with unfinished.open("wb") as stream:
             yield stream

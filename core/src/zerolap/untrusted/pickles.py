@@ -79,12 +79,12 @@ def parse(
 ) -> Any:
     """What a pickle holds; UnreadableError if it is anything but plain data and what the table has.
 
-    ``stored`` gives what a persistent id stands for. A program has at most one container for so many of its bytes.
+    ``stored`` gives what a persistent id stands for. A program has at most one container for a certain number of its bytes.
     """
     try:
         found = _Interpreter(program, table, stored, len(program) // bytes_per_object + 64, asked_by).run()
     except (IndexError, struct.error, UnicodeDecodeError, OverflowError) as error:
-        raise UnreadableError(f"this is no whole pickle: {type(error).__name__}") from error
+        raise UnreadableError(f"this is not a complete pickle: {type(error).__name__}") from error
     return found
 
 
@@ -234,7 +234,7 @@ class _Interpreter:
     def put_items(self, items: list[Any]) -> None:
         target = self.top()
         if type(target) not in (dict, OrderedDict) or len(items) % 2:
-            refuse("items are put into what is no dict")
+            refuse("items are put into what is not a dict")
         self.tuples_left -= sum(type(key) is tuple for key in items[::2])
         if self.tuples_left < 0:
             refuse("too many tuples are keys")
@@ -256,7 +256,7 @@ class _Interpreter:
 
     def look_up(self, module: Any, name: Any) -> None:
         if type(module) is not str or type(name) is not str:
-            refuse("a name that is no text")
+            refuse("a name that is not text")
         if (module, name) not in self.table:
             raise UnreadableError(
                 f"{self.asked_by} asks for {printable(f'{module}.{name}', 200)}, which no checkpoint needs: it is not loaded"

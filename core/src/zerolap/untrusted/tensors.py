@@ -96,7 +96,7 @@ def load_plain(stream: io.BufferedIOBase, length: int, *, start: int = 0) -> Any
     except (
         Exception
     ) as error:  # zipfile is not made for what is hostile: besides BadZipFile it raises what it stumbles over
-        raise UnreadableError(f"this is no archive as torch.save writes it: {type(error).__name__}") from error
+        raise UnreadableError(f"this is not an archive as torch.save writes it: {type(error).__name__}") from error
     found = parse(archive.program, table=_TABLE, stored=archive.storage, asked_by="a file")
     refuse_all_but_plain(found, StorageType, Stored)
     return found

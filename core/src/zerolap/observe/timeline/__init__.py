@@ -3,13 +3,13 @@
 from zerolap.observe.timeline.chrome import to_chrome
 from zerolap.observe.timeline.clocks import Run, merge
 from zerolap.observe.timeline.page import to_html
-from zerolap.observe.timeline.record import Bucket, Clock, RankTrace, Span, TraceError, read, write
+from zerolap.observe.timeline.record import Bucket, HostClock, RankTrace, Span, TraceError, read, write
 from zerolap.observe.timeline.verdict import Exposure, Verdict, judge
 
 __all__ = [
     "Bucket",
-    "Clock",
     "Exposure",
+    "HostClock",
     "RankTrace",
     "Run",
     "Span",

@@ -25,7 +25,7 @@ def to_chrome(run: Run) -> dict[str, Any]:
     for trace in run.traces:
         exposed = [
             Span(f"waits for {kind or 'communication'}", bucket, start, end, 0, where)
-            for start, end, kind, bucket, where, _ in sums[trace.rank].pieces
+            for start, end, kind, bucket, where, _ in sums[trace.rank].exposed
         ]
         events.append(_named("process_name", trace.rank, 0, f"rank {trace.rank}"))
         events.append({"ph": "M", "name": "process_sort_index", "pid": trace.rank, "args": {"sort_index": trace.rank}})

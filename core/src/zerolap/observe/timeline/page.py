@@ -163,7 +163,7 @@ def _rank(trace: RankTrace, sums: Sums, hidden: float | None, names: dict[str | 
     ]
     exposed = [
         (-1 if kind is None else KINDS.index(kind), bucket(number), *_micros(start, end), place(where))
-        for start, end, kind, number, where, _ in sums.pieces
+        for start, end, kind, number, where, _ in sums.exposed
     ]
     return {
         "rank": trace.rank,

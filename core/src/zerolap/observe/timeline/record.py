@@ -1,4 +1,4 @@
-"""What one rank's trace holds, and its file: one JSON object, written whole or not at all. Nothing is computed here."""
+"""What one rank's trace holds, and its file: one JSON object, written atomically. Nothing is computed here."""
 
 from __future__ import annotations
 
@@ -52,12 +52,15 @@ class Bucket:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Clock:
+class HostClock:
     """The clock that a trace's moments were taken by. Ranks with the same ``host`` share it."""
 
     host: str
     begin: float  # seconds on this clock when the trace began
     unix: float  # the same moment by the system's clock, which other hosts have, too
+
+
+Clock = HostClock  # temporary, until recorder.py and trace.py say HostClock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +70,7 @@ class RankTrace:
     rank: int  # of the whole job, as all ranks here
     ranks: tuple[int, ...]  # of all that took part
     run: str  # the same on all ranks, and on no others
-    clock: Clock
+    clock: HostClock
     seconds: float  # what happened later, or has not ended by then, is not in the trace
     spans: tuple[Span, ...]
     buckets: tuple[Bucket, ...] = ()
@@ -116,7 +119,7 @@ def _read_file(path: Path) -> RankTrace:
     except ValueError as error:
         raise TraceError(f"{called}: cannot be parsed as JSON: {printable(error, 300)}") from error
     if not isinstance(content, dict) or "zerolap_trace" not in content:
-        raise TraceError(f"{called}: is no trace of zerolap; handle.trace(path=...) writes one")
+        raise TraceError(f"{called}: is not a trace of zerolap; handle.trace(path=...) writes one")
     if content["zerolap_trace"] != SCHEMA:
         raise TraceError(
             f"{called}: has schema {printable(repr(content['zerolap_trace']), 100)}, and this version of zerolap reads {SCHEMA}: "
@@ -138,19 +141,19 @@ _LONGEST_TEXT = 1000
 
 def _whole(value: Any, most: int) -> int:
     if type(value) is not int or not 0 <= value <= most:
-        raise ValueError(f"{value!r} is no whole number from 0 to {most}")
+        raise ValueError(f"{value!r} is not a whole number from 0 to {most}")
     return value
 
 
 def _seconds(value: Any, least: float = 0.0) -> float:
     if type(value) not in (int, float) or not least <= value <= 1e12:
-        raise ValueError(f"{value!r} is no moment of a run")
+        raise ValueError(f"{value!r} is not a moment of a run")
     return float(value)
 
 
 def _text(value: Any) -> str:
     if type(value) is not str:
-        raise TypeError(f"{value!r} is no text")
+        raise TypeError(f"{value!r} is not text")
     return printable(value, _LONGEST_TEXT)
 
 
@@ -170,14 +173,14 @@ def _from_json(content: dict[str, Any]) -> RankTrace:
     clock, about, rank = content["clock"], content["about"], _whole(content["rank"], 2**31)
     ranks = tuple(_whole(each, 2**31) for each in _list(content["ranks"], _MOST_RANKS))
     if type(clock) is not dict or type(about) is not dict or len(about) > 100:
-        raise TypeError("its clock, or what is said about it, is no object")
+        raise TypeError("its clock, or what is said about it, is not an object")
     if rank not in ranks or len(set(ranks)) != len(ranks):
         raise ValueError(f"rank {rank} is none of {ranks[:20]}, or one is there twice")
     return RankTrace(
         rank=rank,
         ranks=ranks,
         run=_text(content["run"]),
-        clock=Clock(
+        clock=HostClock(
             host=_text(clock["host"]), begin=_seconds(clock["begin"], -1e12), unix=_seconds(clock["unix"], -1e12)
         ),
         seconds=_seconds(content["seconds"]),

@@ -1,4 +1,4 @@
-"""Was it hidden? Arithmetic on the spans of one rank or many. Nothing is drawn here.
+"""The verdict: how much of the communication was hidden, by arithmetic on the spans of one rank or many. Nothing is drawn here.
 
 * Communication is under way from its start until it was seen to be done; several collectives at once count once.
 * Training is blocked where the training thread, or its stream, waited for zerolap.
@@ -58,7 +58,7 @@ def length(intervals: Iterable[Interval]) -> float:
     return sum(end - start for start, end in intervals)
 
 
-class Piece(NamedTuple):
+class ExposedTime(NamedTuple):
     """Exposed time of one rank, and what it was spent on. ``kind`` is None if no single collective is to blame."""
 
     start: float
@@ -70,10 +70,10 @@ class Piece(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """One rank's times: of communication, exposed pieces of it, and of updates that training waited for."""
+    """One rank's times: of communication, of the exposed part of it, and of updates that training waited for."""
 
     communication: list[Interval]
-    pieces: list[Piece]
+    exposed: list[ExposedTime]
     held_up: list[Interval]
     num_updates: int
 
@@ -87,15 +87,15 @@ def sums_of(trace: RankTrace) -> Sums:
     communication = union(_times(span for kind in COMMUNICATION for span in by_kind[kind]))
     stepping = union(_times(by_kind[STEP]))
     blocked = sorted(by_kind[BLOCKED], key=lambda span: span.start)
-    pieces, left = [], union(_times(blocked + by_kind[USE]))
+    exposed, left = [], union(_times(blocked + by_kind[USE]))
     held_up = both(left, stepping)
     left = both(without(left, stepping), communication)
     for culprit, where in _culprits(by_kind, blocked):
         kind = culprit.name if culprit.kind == WAIT else "gather" if culprit.kind == USE else culprit.kind
         found = _taken_from(left, culprit.start, culprit.end)
-        pieces += [Piece(start, end, kind, culprit.bucket, where, culprit.update) for start, end in found]
-    pieces += [Piece(start, end, None, None, _where(start, blocked), 0) for start, end in left]
-    return Sums(communication, sorted(pieces), held_up, len({span.update for span in by_kind[STEP]}))
+        exposed += [ExposedTime(start, end, kind, culprit.bucket, where, culprit.update) for start, end in found]
+    exposed += [ExposedTime(start, end, None, None, _where(start, blocked), 0) for start, end in left]
+    return Sums(communication, sorted(exposed), held_up, len({span.update for span in by_kind[STEP]}))
 
 
 def _taken_from(left: list[Interval], start: float, end: float) -> list[Interval]:
@@ -204,11 +204,11 @@ def judge_sums(traces: Sequence[RankTrace], sums: Mapping[int, Sums]) -> Verdict
     by_rank, found = {}, defaultdict[tuple[str | None, int | None, str], dict[int, float]](lambda: defaultdict(float))
     communication = exposed = held_up = 0.0
     for rank, each in sums.items():
-        total, open_ = length(each.communication), sum(piece.end - piece.start for piece in each.pieces)
+        total, open_ = length(each.communication), sum(part.end - part.start for part in each.exposed)
         by_rank[rank] = 100 * (1 - open_ / total) if total else None
         communication, exposed, held_up = communication + total, exposed + open_, held_up + length(each.held_up)
-        for piece in each.pieces:
-            found[piece.kind, piece.bucket, piece.where][rank] += piece.end - piece.start
+        for part in each.exposed:
+            found[part.kind, part.bucket, part.where][rank] += part.end - part.start
     exposures = [
         Exposure(
             kind=kind,
@@ -227,7 +227,7 @@ def judge_sums(traces: Sequence[RankTrace], sums: Mapping[int, Sums]) -> Verdict
         update_ms=held_up * share,
         num_updates=num_updates,
         hidden_percent_by_rank=by_rank,
-        # What nobody is to blame for comes last: it says least.
+        # What no collective is to blame for comes last: it says least.
         exposures=sorted(exposures, key=lambda each: (each.kind is None, -each.milliseconds_per_update)),
     )
 
@@ -242,8 +242,7 @@ def _seconds_late(traces: Sequence[RankTrace], sums: Mapping[int, Sums]) -> floa
                 mine.setdefault((span.kind, span.bucket, span.update), span.start)
         for key, start in mine.items():
             begun[key] = max(begun[key], start)
-    pieces = (piece for each in sums.values() for piece in each.pieces)
+    exposed = (part for each in sums.values() for part in each.exposed)
     return sum(
-        max(0.0, min(piece.end, begun.get((piece.kind, piece.bucket, piece.update), 0.0)) - piece.start)
-        for piece in pieces
+        max(0.0, min(part.end, begun.get((part.kind, part.bucket, part.update), 0.0)) - part.start) for part in exposed
     )

@@ -1,12 +1,8 @@
-"""What the user of `zerolap plan` said: a model from wherever it is described, and numbers with their units."""
+"""What the options of `zerolap plan` mean: a model from wherever it is described, and numbers with their units."""
 
 from __future__ import annotations
 
-import importlib
 import math
-import re
-import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +10,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zerolap.calibrate.from_model import Described, describe
+from zerolap.calibrate.from_model import ModelParam, describe
+from zerolap.cli.import_path import attribute
 from zerolap.cli.numbers import in_units
-from zerolap.forecast.forecast import Pattern
+from zerolap.cli.plan_options import PlanOptions
 from zerolap.runtime.precision import Precision
 from zerolap.untrusted.files import parse_json, printable, read_json
 
@@ -33,37 +30,6 @@ _LARGEST_SHAPES = 2**26  # bytes of a file
 _MOST_TENSORS = 100_000
 _HEAD_WIDTH = 128  # of attention
 _SMALLEST = 10_000  # parameters of a pattern
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """What the user said, in text and numbers; None where nothing was said."""
-
-    model: str | None
-    shapes: Path | None
-    num_params: float | None
-    world_size: int
-    bandwidth: str | None
-    latency: str | None
-    exchange: Pattern
-    forward: str | None
-    backward: str | None
-    flops: str | None
-    tokens: int | None
-    optimizer: str
-    optimizer_options: str
-    param_dtype: str | None
-    master_weights: bool
-    reduce_dtype: str | None
-    gather_dtype: str | None
-    bucket_cap_mb: float | None
-    step_ns: float | None
-    host_us: float | None
-    cpu_ns_per_byte: float | None
-    cores: float | None
-    changes_gradients: bool
-    calibrates: bool
-    batch: str | None
 
 
 def to_bytes_per_second(text: str) -> float:
@@ -83,20 +49,20 @@ def to_seconds(text: str) -> float:
     return in_units(text, _TIMES, low=0.0, high=1e9, what="a time is like 0.12, 120ms or 10us: seconds")
 
 
-def params_of(wanted: Wanted) -> list[Described]:
-    given = [wanted.model, wanted.shapes, wanted.num_params]
-    if sum(each is not None for each in given) != 1:
+def params_of(options: PlanOptions) -> list[ModelParam]:
+    sources = [options.model, options.shapes, options.params]
+    if sum(each is not None for each in sources) != 1:
         raise ValueError("say what is trained by one of --model MODULE:CALLABLE, --shapes FILE or --params NUMBER")
-    dtype = dtype_of(wanted.param_dtype)
-    if wanted.model is not None:
-        params = describe(make_model(wanted.model, device="meta"))
-    elif wanted.shapes is not None:
-        params = _from_shapes(wanted.shapes)
+    dtype = dtype_of(options.param_dtype)
+    if options.model is not None:
+        params = describe(make_model(options.model, device="meta"))
+    elif options.shapes is not None:
+        params = _from_shapes(options.shapes)
     else:
-        assert wanted.num_params is not None
-        params = typical(wanted.num_params)
+        assert options.params is not None
+        params = typical(options.params)
     if not params:
-        raise ValueError("there is no parameter to train in it")
+        raise ValueError("the model has no parameter to train")
     return [param._replace(dtype=dtype) for param in params] if dtype is not None else params
 
 
@@ -112,30 +78,7 @@ def make_model(path: str, *, device: str) -> nn.Module:
     return made
 
 
-def attribute(path: str, option: str) -> Any:
-    found = imported(path, option)
-    if not callable(found):
-        module, _, name = path.partition(":")
-        raise ValueError(f"{option} {path}: {module} has no callable {name!r}")
-    return found
-
-
-def imported(path: str, option: str) -> Any:
-    """What MODULE:NAME names, None if the module has no such thing; ValueError if the module cannot be imported."""
-    if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", path) or len(path) > 1000:
-        raise ValueError(f"{option} is MODULE:CALLABLE, for example train:make_model, got {path[:200]!r}")
-    module, _, name = path.partition(":")
-    if "" not in sys.path:
-        sys.path.insert(0, "")  # what lies here, as with `python -m`
-    try:
-        return getattr(importlib.import_module(module), name, None)
-    except ModuleNotFoundError as error:
-        raise ValueError(f"{option} {path} cannot be imported: {error}; run this where it can be") from error
-    except (Exception, SystemExit) as error:  # the module's own: it is the user who named it
-        raise ValueError(f"{option} {path} cannot be imported: {type(error).__name__}: {printable(error)}") from error
-
-
-def _from_shapes(path: Path) -> list[Described]:
+def _from_shapes(path: Path) -> list[ModelParam]:
     expected = "a JSON list of shapes such as [[512, 512], [512]], or an object of them by name, in the order of use"
     try:
         held = read_json(path, largest=_LARGEST_SHAPES, follows_links=True)
@@ -148,7 +91,7 @@ def _from_shapes(path: Path) -> list[Described]:
         raise ValueError(f"--shapes {path} has {len(shapes)} tensors; a forecast is for at most {_MOST_TENSORS}")
     if not sum(map(math.prod, shapes)) <= LARGEST_MODEL:
         raise ValueError(f"--shapes {path} has more than {LARGEST_MODEL:g} parameters")
-    return [Described(tuple(shape), torch.float32, float(math.prod(shape))) for shape in shapes]
+    return [ModelParam(tuple(shape), torch.float32, float(math.prod(shape))) for shape in shapes]
 
 
 def _shape(sizes: Any) -> list[int]:
@@ -157,8 +100,8 @@ def _shape(sizes: Any) -> list[int]:
     return sizes
 
 
-def typical(num_params: float) -> list[Described]:
-    """A decoder-only transformer of so many parameters: a layer for every 128 of its width, and two tables for words."""
+def typical(num_params: float) -> list[ModelParam]:
+    """A decoder-only transformer of ``num_params`` parameters: a layer for every 128 of its width, and two tables for words."""
     if not _SMALLEST <= num_params <= LARGEST_MODEL:
         raise ValueError(
             f"--params is a number from {_SMALLEST} on, to {LARGEST_MODEL:g}, for example 7e9, got {num_params:g}"
@@ -169,9 +112,9 @@ def typical(num_params: float) -> list[Described]:
     num_words = max(1, round((num_params - num_layers * sum(map(math.prod, layer)) - width) / (2 * width)))
     table, shapes = (num_words, width), [*(layer * num_layers), (width,)]
     return [
-        Described(table, torch.float32, 0.0),
-        *(Described(shape, torch.float32, float(math.prod(shape))) for shape in shapes),
-        Described(table, torch.float32, float(math.prod(table))),
+        ModelParam(table, torch.float32, 0.0),
+        *(ModelParam(shape, torch.float32, float(math.prod(shape))) for shape in shapes),
+        ModelParam(table, torch.float32, float(math.prod(table))),
     ]
 
 
@@ -201,17 +144,17 @@ def dtype_of(name: str | None) -> torch.dtype | None:
     return found
 
 
-def precision_of(wanted: Wanted, params: list[Described]) -> Precision:
+def precision_of(options: PlanOptions, params: list[ModelParam]) -> Precision:
     precision = Precision(
-        master_weights=wanted.master_weights,
-        reduce_dtype=dtype_of(wanted.reduce_dtype),
-        gather_dtype=dtype_of(wanted.gather_dtype),
+        master_weights=options.master_weights,
+        reduce_dtype=dtype_of(options.reduce_dtype),
+        gather_dtype=dtype_of(options.gather_dtype),
     )
     sent, widest = precision.gather_dtype, max(param.dtype.itemsize for param in params)
     if sent is not None and sent.itemsize > widest:
         raise ValueError(
-            f"--gather-dtype {wanted.gather_dtype} is wider than the parameters: it would send more for nothing"
+            f"--gather-dtype {options.gather_dtype} is wider than the parameters: it would send more for nothing"
         )
-    if sent is not None and sent.itemsize < widest and not wanted.master_weights:
-        raise ValueError(f"--gather-dtype {wanted.gather_dtype} rounds parameters at every step; add --master-weights")
+    if sent is not None and sent.itemsize < widest and not options.master_weights:
+        raise ValueError(f"--gather-dtype {options.gather_dtype} rounds parameters at every step; add --master-weights")
     return precision

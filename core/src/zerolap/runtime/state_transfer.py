@@ -1,95 +1,29 @@
-"""Plain data and optimizer states between ranks. Nothing a peer sends is ever executed: JSON, or plain data and tensors."""
+"""Optimizer states on their way between ranks. What arrives is loaded as plain data and tensors; nothing in it is executed."""
 
 from __future__ import annotations
 
 import io
-import json
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zerolap._torch import Store, device_for_objects
 from zerolap.errors import CollectiveError, ZerolapError
-from zerolap.runtime.failure_report import LAST_WORDS
+from zerolap.runtime.peers import all_gather
 from zerolap.runtime.state_pieces import State, cut_state
 from zerolap.schedule.ownership import GroupRank, Piece
 from zerolap.untrusted.tensors import load_plain
 
-# Collectives here are methods of the group, not functions of torch.distributed: those know registered groups only, and
-# hide what went wrong on another behind an error of their own.
-_FORGET_SECONDS = 2.0
 _CHUNK_BYTES = 16 * 2**20  # one message: what a rank needs beside the states themselves is twice this
-
-
-def all_gather_json(value: object, *, group: dist.ProcessGroup, what: str) -> list[Any]:
-    """Every rank's ``value``, in rank order."""
-    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    device = torch.device(device_for_objects(group))
-    try:
-        sizes = _all_gather(torch.tensor([data.numel()], device=device), group)
-        longest = max(int(size.item()) for size in sizes)
-        padded = torch.zeros(longest, dtype=torch.uint8)
-        padded[: data.numel()] = data
-        gathered = _all_gather(padded.to(device), group)
-    except Exception as error:
-        raise CollectiveError(f"rank {dist.get_rank()}: {what} failed: {error}") from error
-    return [
-        json.loads(bytes(part[: int(size.item())].cpu().tolist())) for part, size in zip(gathered, sizes, strict=True)
-    ]
-
-
-def refuse_together(check: Callable[[], object], *, group: dist.ProcessGroup, what: str) -> Any:
-    """Run ``check`` on every rank; if it raises on any, raise on all. Returns what it returned.
-
-    Without this, one rank would leave with a clear error and the others would wait for it until their timeout.
-    """
-    mine: Exception | None = None
-    result: object = None
-    try:
-        result = check()
-    except Exception as error:
-        mine = error
-    try:
-        said = all_gather_json(None if mine is None else f"{type(mine).__name__}: {mine}", group=group, what=what)
-    except CollectiveError:
-        if mine is None:
-            raise
-    if mine is not None:
-        raise mine
-    refusals = [f"rank {rank}: {message}" for rank, message in enumerate(said) if message is not None]
-    if refusals:
-        raise ZerolapError(f"{what} was refused on another rank. " + "; ".join(refusals))
-    return result
-
-
-def forget_keys(store: Store, prefix: str) -> None:
-    """Remove keys whose names begin so from a store, but for last words, which others may yet want to hear."""
-    # On a thread of its own: a store that lives in a rank that was stopped answers nobody, whatever the time limit.
-    thread = threading.Thread(target=_forget_keys, args=(store, prefix), name="zerolap-keys", daemon=True)
-    thread.start()
-    thread.join(_FORGET_SECONDS)
-
-
-def _forget_keys(store: Store, prefix: str) -> None:
-    with suppress(RuntimeError, AttributeError):  # gone with the rank that kept it, or it cannot tell: then they stay
-        for key in store.list_keys():
-            _, found, rest = key.partition(prefix)
-            if found and f"/{LAST_WORDS}/" not in rest:
-                store.delete_key(prefix + rest)
-
-
-Part = tuple[int, int, int]  # of a parameter: a Piece as plain data
+PieceTuple = tuple[int, int, int]  # a Piece as plain data
 
 
 class _Streamed(NamedTuple):
     """A tensor that travels behind the rest of its message."""
 
-    part: Part
+    part: PieceTuple
     name: str
     dtype: torch.dtype
     numel: int
@@ -112,7 +46,7 @@ def move_states(
     is returned as it is; what arrives is on ``into``, or else on ``device``, by which the group communicates.
     """
     rank, world_size = group.rank(), group.size()
-    outgoing: list[dict[Part, State]] = [{} for _ in range(world_size)]
+    outgoing: list[dict[PieceTuple, State]] = [{} for _ in range(world_size)]
     for piece, state in states.items():
         for start, stop, owner in routes(piece.param):
             part = Piece(piece.param, max(start, piece.start), min(stop, piece.stop))
@@ -124,7 +58,7 @@ def move_states(
     try:
         for distance in range(1, world_size):
             to, source = GroupRank((rank + distance) % world_size), GroupRank((rank - distance) % world_size)
-            arrived.update(_exchange(outgoing[to], to, source, group=group, device=device, into=into or device))
+            arrived.update(_transfer_round(outgoing[to], to, source, group=group, device=device, into=into or device))
     except ZerolapError:
         raise
     except Exception as error:
@@ -138,15 +72,15 @@ def check_sendable(states: Mapping[Piece, State]) -> None:
     _unpack(_pack((rest, [tuple(each) for each in streamed])))
 
 
-def _exchange(
-    states: Mapping[Part, State],
+def _transfer_round(
+    states: Mapping[PieceTuple, State],
     to: GroupRank,
     source: GroupRank,
     *,
     group: dist.ProcessGroup,
     device: torch.device,
     into: torch.device | str,
-) -> dict[Part, State]:
+) -> dict[PieceTuple, State]:
     """Send ``states`` to one rank while receiving those of another; all ranks at once."""
     rest, streamed, bodies = _split(states)
     message = (
@@ -154,7 +88,7 @@ def _exchange(
         if states
         else torch.empty(0, dtype=torch.uint8, device=device)
     )
-    sizes = _all_gather(torch.tensor([message.numel(), sum(body.nbytes for body in bodies)], device=device), group)
+    sizes = all_gather(torch.tensor([message.numel(), sum(body.nbytes for body in bodies)], device=device), group)
     heads, streams = zip(*(size.tolist() for size in sizes), strict=True)
     received = torch.empty(heads[source], dtype=torch.uint8, device=device)
     _send_in_chunks([message], to, [received], source, group=group, longest=max(heads), device=device)
@@ -168,7 +102,7 @@ def _exchange(
     return arrived
 
 
-def _split(states: Mapping[Part, State]) -> tuple[dict[Part, State], list[_Streamed], list[Tensor]]:
+def _split(states: Mapping[PieceTuple, State]) -> tuple[dict[PieceTuple, State], list[_Streamed], list[Tensor]]:
     """Entries per element, and all others with None in their places, so that entries keep their order."""
     rest, streamed, bodies = {}, [], []
     for part, state in states.items():
@@ -224,12 +158,6 @@ def _slices(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         yield portion
 
 
-def _all_gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    parts = [torch.empty_like(tensor) for _ in range(group.size())]
-    group.allgather(parts, tensor).wait()
-    return parts
-
-
 def _send_and_receive(out: Tensor, to: GroupRank, into: Tensor, source: GroupRank, group: dist.ProcessGroup) -> None:
     """All ranks at once, each to one and from one. As one collective: sends and receives by themselves would be run one behind
     the other on a stream, and every rank's would wait for the next rank's."""
@@ -256,7 +184,7 @@ def _compact(value: Any) -> Any:
     return value
 
 
-def _unpack(message: Tensor) -> tuple[dict[Part, State], list[_Streamed]]:
+def _unpack(message: Tensor) -> tuple[dict[PieceTuple, State], list[_Streamed]]:
     buffer = bytearray(message.numel())
     torch.frombuffer(buffer, dtype=torch.uint8).copy_(message)
     try:
@@ -270,13 +198,13 @@ def _unpack(message: Tensor) -> tuple[dict[Part, State], list[_Streamed]]:
         ) from error
 
 
-def _checked_rest(rest: dict[Any, Any]) -> dict[Part, State]:
+def _checked_rest(rest: dict[Any, Any]) -> dict[PieceTuple, State]:
     if not all(_is_part(part) and type(state) is dict for part, state in rest.items()):
         raise TypeError("states do not come by parts of parameters")
     return rest
 
 
-def _checked_streamed(rest: dict[Part, State], part: Any, name: Any, dtype: Any, numel: Any) -> _Streamed:
+def _checked_streamed(rest: dict[PieceTuple, State], part: Any, name: Any, dtype: Any, numel: Any) -> _Streamed:
     if (
         part not in rest
         or name not in rest[part]
