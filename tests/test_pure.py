@@ -24,7 +24,7 @@ MODULES = [
         "zerolap.cli.doctor",
         "zerolap.cli.numbers",
         "zerolap.cli.skeleton",
-        "zerolap.cli.traces",
+        "zerolap.cli.trace",
     ),
 ]
 

@@ -122,13 +122,16 @@ def test_importing_the_seam_imports_nothing_slow() -> None:
 def test_modules_and_optimizers_are_read_and_written() -> None:
     module = nn.Linear(2, 3)
     assert [*_torch.parameters_of(module)] == ["weight", "bias"]
-    _torch.set_parameters(module, {"weight": module.weight})
+    vars(module)[_torch.PARAMETERS] = {"weight": module.weight}
     assert [name for name, _ in module.named_parameters()] == ["weight"]
     compiled = torch.compile(module)
-    assert (_torch.is_compiled_module(module), _torch.is_compiled_module(compiled)) == (False, True)
+    assert (_torch.ORIGINAL in _torch.children_of(module), _torch.ORIGINAL in _torch.children_of(compiled)) == (
+        False,
+        True,
+    )
     assert (_torch.original_of(module), _torch.original_of(compiled)) == (None, module)
     module.compile()
-    assert _torch.is_compiled_module(module)
+    assert _torch.compiled_call_of(module) is not None
 
     optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
     assert not any(_torch.step_hooks_of(optimizer))

@@ -17,10 +17,11 @@ ANY = "…"
 # Errors without words of their own, by file and what stands there: what the page has of them, or None if it is an error handed on.
 WORDLESS = {
     "core/src/zerolap/runtime/safety.py: found": "gradients are not finite, update … was not made",
-    "core/src/zerolap/runtime/engine.py: …, …: …: …": "…, …: …: …",
+    "core/src/zerolap/runtime/failures.py: …, …: …: …": "…, …: …: …",
+    "core/src/zerolap/runtime/failures.py: …: …: …": "…, …: …: …",
     "core/src/zerolap/runtime/engine.py: …: …: …": "…, …: …: …",
-    "core/src/zerolap/runtime/engine.py: …": None,
-    "core/src/zerolap/runtime/engine.py: str(failure)": None,  # what has failed, raised where it is heard
+    "core/src/zerolap/runtime/failures.py: …": None,
+    "core/src/zerolap/runtime/failures.py: str(failure)": None,  # what has failed, raised where it is heard
     "core/src/zerolap/backend/lanes.py: …: …": None,  # the first error of a lane, for those behind it
     "core/src/zerolap/cli/console.py: …": None,  # what the system said of a file
     "core/src/zerolap/cli/plan.py: str(error).strip().splitlines()[-1]": None,  # what a rank has said

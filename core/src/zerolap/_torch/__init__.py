@@ -65,22 +65,17 @@ is_profiling: Callable[[], bool] = variable("torch.autograd.profiler._is_profile
 # --- modules and compilation ------------------------------------------------------------------------------------------
 
 parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = reader("torch.nn.Module._parameters")
-set_parameters: Callable[[nn.Module, dict[str, nn.Parameter | None]], None] = writer("torch.nn.Module._parameters")
-_children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = reader("torch.nn.Module._modules")
-_compiled_call_of: Callable[[nn.Module], Callable[..., Any] | None] = reader("torch.nn.Module._compiled_call_impl")
-_ORIGINAL = text("torch._dynamo.eval_frame.OptimizedModule._orig_mod")
+PARAMETERS = text("torch.nn.Module._parameters")  # an attribute of objects
+children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = reader("torch.nn.Module._modules")
+compiled_call_of: Callable[[nn.Module], Callable[..., Any] | None] = reader("torch.nn.Module._compiled_call_impl")
+ORIGINAL = text("torch._dynamo.eval_frame.OptimizedModule._orig_mod")  # a child of what torch.compile has made
 _COMPILE_WRAPPER = text("torch._dynamo.eval_frame.compile_wrapper")
 COMPILER_MODULES = ("torch._dynamo", "torch._inductor.config")  # to be imported ahead, by who has time for it
 
 
-def is_compiled_module(module: nn.Module) -> bool:
-    """Whether torch.compile has made it, or ``module.compile()`` was called."""
-    return _compiled_call_of(module) is not None or _ORIGINAL in _children_of(module)
-
-
 def original_of(compiled: object) -> object:
     """What torch.compile was given to make this; None if it did not make it."""
-    return getattr(compiled, _ORIGINAL, None)
+    return getattr(compiled, ORIGINAL, None)
 
 
 def is_compile_wrapper(code: CodeType) -> bool:

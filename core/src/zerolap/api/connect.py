@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from zerolap._torch import PrefixStore, has_python_reducer, is_updated_in_backward, logging_data_of, store_of
-from zerolap.api.optimizer import ZeroRedundancyOptimizer
+from zerolap.api.optimizer import ZeroRedundancyOptimizer, noting_updates
 from zerolap.api.preflight import check_kinds, meeting_group
 from zerolap.backend.base import Adapter
 from zerolap.backend.order_check import debug_modes, with_checked_order
@@ -56,10 +56,7 @@ def connect_ranks(
     def check() -> Adapter:
         nonlocal modes, wanted
         check_kinds(ddp, zero, expected=ZeroRedundancyOptimizer)
-        if not zero._overlap_with_ddp:
-            raise ValueError("construct ZeroRedundancyOptimizer with overlap_with_ddp=True to overlap it with DDP")
-        if zero._engine is not None:
-            raise ValueError("a hook was already made for this optimizer; one optimizer overlaps with one DDP")
+        _check_unused(zero)
         modes = debug_modes()
         found = resolve_adapter(adapter, device_type=zero._default_device.type)
         found.check_group(zero.process_group)
@@ -138,7 +135,7 @@ def start_engine(
         strategy=strategy,
         machine=Machine(schedule, gather=gather, agreement=agreement),
         update=Update(zero._book.read_groups),
-        on_update=zero._noting_updates(),
+        on_update=noting_updates(zero),
     )
     zero._engine = engine
     undo.callback(setattr, zero, "_engine", None)
@@ -165,6 +162,13 @@ def take_buckets(ddp: DistributedDataParallel, engine: Engine, optimizer: ZeroRe
         setattr(ddp, _HOOK, hook)
     hook.engine, hook.optimizer = engine, optimizer
     return hook
+
+
+def _check_unused(zero: ZeroRedundancyOptimizer) -> None:
+    if not zero._overlap_with_ddp:
+        raise ValueError("construct ZeroRedundancyOptimizer with overlap_with_ddp=True to overlap it with DDP")
+    if zero._engine is not None:
+        raise ValueError("a hook was already made for this optimizer; one optimizer overlaps with one DDP")
 
 
 def _check(ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer) -> None:

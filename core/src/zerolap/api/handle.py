@@ -19,6 +19,7 @@ from zerolap.observe.recorder import Trace
 from zerolap.observe.stats import Stats
 from zerolap.observe.trace import take
 from zerolap.runtime.engine import Engine
+from zerolap.runtime.optimizer_state import local_view
 from zerolap.runtime.safety import Audit, NonFiniteCheck
 
 
@@ -119,7 +120,7 @@ class Handle:
     def stats(self) -> Stats:
         """Updates, bytes, memory, and how long training has waited; for a log or a chart. Waits for nothing."""
         engine, probe, layout = self._engine, self._engine.probe, self._engine.layout
-        states: Mapping[Any, dict[str, Any]] = self._optimizer._local_view().state
+        states: Mapping[Any, dict[str, Any]] = local_view(self._optimizer._book).state
         return Stats(
             num_updates=probe.num_updates,
             num_steps=probe.num_steps,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,15 +52,17 @@ class _StepJoinHook(JoinHook):
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
     """Any ``torch.optim`` class with its state sharded over the ranks of ``process_group``.
 
-    Every rank keeps the state of its own parameters only, updates those, and receives the others. The result is that of
-    the plain optimizer on every rank.
+    Every rank keeps the state of its own shard only, updates that, and receives the others. The result is that of the plain optimizer
+    on every rank. Made by all ranks of the group together: the constructor compares their parameters, class and options.
 
-    Without overlap, ``step()`` does all of this. With ``overlap_with_ddp=True`` it happens inside DDP's backward, from the
-    first one on, once a hook made by ``hook_with_zero_step`` or ``hook_with_zero_step_interleaved`` is registered;
-    ``step()`` may then be left out. ``parameters_as_bucket_view`` keeps each rank's parameters in one buffer, which is sent
-    as a whole; under overlap that is always so, bucket by bucket.
-
-    Made by all ranks of the group together: the constructor compares their parameters.
+    Args:
+        params: Parameters, pairs of name and parameter, or param groups, as ``torch.optim`` takes them.
+        optimizer_class: The class to shard. That it updates each parameter by itself is tried on small tensors.
+        process_group: The data-parallel ranks to shard over, DDP's. Default: all ranks.
+        parameters_as_bucket_view: Without overlap, keep each rank's parameters in one buffer, which is sent as a whole.
+        overlap_with_ddp: Update inside DDP's backward, once ``zerolap.attach`` was called or a hook of ``hook_with_zero_step`` or
+            ``hook_with_zero_step_interleaved`` is registered; ``step()`` may then be left out. If False, ``step()`` does everything.
+        **defaults: Options of ``optimizer_class``, such as ``lr``, for param groups that do not set them.
     """
 
     @called_together
@@ -93,9 +96,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._consolidated: dict[int, State] | None = None
         self._is_untouched = True  # no rank has a state: none was made by a step, none loaded
 
-        def construct() -> None:
-            _construct(self, params, process_group, defaults)
-
+        construct = partial(_construct, self, params, process_group, defaults)
         refuse_together(construct, group=group, what="constructing ZeroRedundancyOptimizer")
         self._compare_with_other_ranks()
         if overlap_with_ddp and parameters_as_bucket_view:
@@ -111,7 +112,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if self._engine is None or not self._engine.probe.num_backwards:
             return self._book.locals[0].optimizer
         self._wait_for_params()
-        return self._local_view()
+        return optimizer_state.local_view(self._book)
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Update this rank's parameters and bring all of them to all ranks; under overlap, see that backward did it."""
@@ -270,9 +271,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             raise RuntimeError("a torch.amp.GradScaler sees unreduced gradients only; use zerolap.GradScaler instead")
         return False
 
-    def _local_view(self) -> optimizer_state.LocalView:
-        return optimizer_state.local_view(self._book)
-
     def _resume_from(self, options: Sequence[Options], states: Mapping[Piece, State]) -> None:
         """Continue from these options and flat states; a parameter without one starts anew."""
         self._is_untouched = False
@@ -285,20 +283,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             raise forked()
 
     def _reduced_gradients(self, purpose: str) -> ReducedGradients:
-        return _reduced_gradients(self, purpose)
-
-    def _noting_updates(self) -> Callable[[], None]:
-        """What an engine calls after an update. It does not keep the optimizer, which keeps the engine."""
-        weak = weakref.ref(self)
-
-        def note() -> None:
-            optimizer: Any = weak()
-            if optimizer is not None:
-                optimizer._is_untouched = False
-                # LR schedulers warn if step() was not called; backward was this optimizer's step.
-                vars(optimizer)[STEP_CALLED] = True
-
-        return note
+        return _hooked_engine(self).gradients.usable_for(purpose)
 
     def _expose_options(self) -> None:
         for exposed, options in zip(self.param_groups, self._book.locals[0].options(), strict=True):
@@ -403,12 +388,14 @@ def _hooked_engine(zero: ZeroRedundancyOptimizer) -> Engine:
     return zero._engine
 
 
-def _reduced_gradients(zero: ZeroRedundancyOptimizer, purpose: str) -> ReducedGradients:
-    """The mean gradients, if they can still be changed between backward and step()."""
-    engine = _hooked_engine(zero)
-    if engine.machine.schedule is not Schedule.ON_STEP:
-        raise RuntimeError(
-            f"{purpose} cannot work with updates inside backward: they have used the gradients already; "
-            'use zerolap.attach(ddp, optimizer, schedule="on_step"), or overlap_with_ddp=False'
-        )
-    return engine.gradients
+def noting_updates(zero: ZeroRedundancyOptimizer) -> Callable[[], None]:
+    """What an engine calls after an update. It does not keep the optimizer, which keeps the engine."""
+    weak = weakref.ref(zero)
+
+    def note() -> None:
+        optimizer = weak()
+        if optimizer is not None:
+            optimizer._is_untouched = False
+            vars(optimizer)[STEP_CALLED] = True  # or LR schedulers would warn; backward was this optimizer's step
+
+    return note

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer, SparseAdam
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from zerolap._torch import is_traceable_wrapper_subclass
 from zerolap.runtime.param_groups import ParamGroup
 
 

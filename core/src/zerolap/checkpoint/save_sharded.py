@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zerolap._public import public_in
+from zerolap._torch import device_types_of
 from zerolap.api.optimizer import ZeroRedundancyOptimizer
 from zerolap.checkpoint.contents import class_name, module_of, on_all_or_none, pack
 from zerolap.checkpoint.folder import find, keep_number, step_number
@@ -83,7 +84,7 @@ def async_save(
 
     def staged_state_of() -> tuple[Target, dict[str, Any]]:
         _finish_last(group)
-        if torch.device("cpu") not in group._device_types:
+        if torch.device("cpu") not in device_types_of(group):
             raise CheckpointError(
                 "saving in the background needs a process group that can communicate on the CPU, too; name a CPU backend "
                 "beside the device's in init_process_group()"

@@ -189,6 +189,3 @@ class Queue:
 
 def _set(flag: Flag) -> None:
     flag.is_set = True
-
-
-Clock = SimulatedRank  # temporary, until simulator.py says SimulatedRank

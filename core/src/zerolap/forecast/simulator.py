@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from enum import Enum
 
-from zerolap.forecast.event_loop import Clock, Flag, Queue, Thread
+from zerolap.forecast.event_loop import Flag, Queue, SimulatedRank, Thread
 from zerolap.forecast.workload import Traffic
 from zerolap.schedule.machine import AT_ONCE, Action, Machine, Verb
 
@@ -90,7 +90,7 @@ class Rank:
     """One rank. Its threads begin when they are started on its clock."""
 
     def __init__(self, traffic: Sequence[Traffic], *, link: Link, compute: Compute, world_size: int) -> None:
-        self.clock = Clock(
+        self.clock = SimulatedRank(
             cores=compute.cores,
             bytes_per_second=link.bytes_per_second,
             cpu_seconds_per_byte=compute.cpu_seconds_per_byte,
@@ -174,7 +174,7 @@ class Rank:
 
     def _do_at_once(self, verb: Verb, index: int | None) -> None:
         if verb is not Verb.START_REDUCE or index is None:  # a layout is recorded, and its owners assigned, only once
-            raise NotImplementedError(f"the forecast is of steps in a known layout, where there is no {verb.name}")
+            raise NotImplementedError(f"the forecast does not know what {verb} of a bucket takes")
         self._start_reduce(index)
 
     def _do(self, verb: Verb, index: int | None) -> Thread:

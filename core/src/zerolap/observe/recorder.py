@@ -16,7 +16,7 @@ from torch import Tensor
 from zerolap._public import public
 from zerolap.backend.base import Moment
 from zerolap.backend.lanes import Pending, Side, ThreadLane, Waiter
-from zerolap.observe.timeline.record import Clock, RankTrace, Span, write
+from zerolap.observe.timeline.record import HostClock, RankTrace, Span, write
 from zerolap.observe.timeline.verdict import Verdict, judge
 
 
@@ -108,7 +108,7 @@ class Recorder:
         self.update = 0  # the one at hand, counted by the engine
         timer.synchronize()  # so that the first moment is now, whatever the device has left to do
         self._begin = timer.moment()
-        self.clock = Clock(host=_host(), begin=time.perf_counter(), unix=time.time())
+        self.clock = HostClock(host=_host(), begin=time.perf_counter(), unix=time.time())
 
     def begin(self, kind: str, bucket: int | None = None, *, name: str | None = None, ahead: int = 0) -> Noted:
         """Something begins that is part of the update at hand, or of one ahead."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from zerolap._logging import logger_of
 from zerolap._torch import queue_callback
 from zerolap.observe.recorder import Noted, Recorder, Trace
-from zerolap.observe.timeline.record import Bucket, Clock, RankTrace
+from zerolap.observe.timeline.record import Bucket, HostClock, RankTrace
 from zerolap.runtime.engine import Engine
 
 logger = logger_of(__name__)
@@ -65,7 +65,7 @@ def _facts(engine: Engine, ranks: Sequence[int], names: dict[Tensor, str]) -> Ra
         rank=dist.get_rank(),
         ranks=tuple(ranks),
         run=engine.run_name,
-        clock=Clock(host="", begin=0.0, unix=0.0),
+        clock=HostClock(host="", begin=0.0, unix=0.0),
         seconds=0.0,
         spans=(),
         buckets=tuple(

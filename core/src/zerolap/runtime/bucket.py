@@ -23,7 +23,7 @@ from zerolap.runtime.common import Common
 from zerolap.runtime.flat_buffer import FlatBuffer, Marks
 from zerolap.runtime.param_groups import NOT_OPTIONS, Options, ParamGroup
 from zerolap.runtime.shard_optimizer import LocalOptimizer, Shard
-from zerolap.schedule.ownership import BucketPlan, Slot
+from zerolap.schedule.ownership import BucketOwners, Slot
 
 
 class Update:
@@ -111,7 +111,7 @@ class Bucket:
     _reduction: Waiter[Tensor] | Pending | None = None
 
     # Of the update, once installed: by the lane.
-    owners: BucketPlan | None = None
+    owners: BucketOwners | None = None
     flat: FlatBuffer | None = None
     shard: Shard | None = None  # None if nothing here is this rank's
     marks: Marks | None = None
@@ -184,8 +184,7 @@ class Bucket:
                 if self.scale != 1:
                     self.reduced.mul_(self.scale)
         except Exception as error:
-            where = f"{self.common.me}, bucket {self.index}"
-            raise CollectiveError(f"{where}: the reduction failed: {error}") from error
+            raise CollectiveError(f"{self.common.me}, bucket {self.index}: the reduction failed: {error}") from error
         self.common.probe.now.ended.append(perf_counter())
 
     # --- 3: the update ------------------------------------------------------------------------------------------------
@@ -250,8 +249,9 @@ class Bucket:
         except RuntimeError as error:
             if isinstance(error, ZerolapError):
                 raise  # already names what failed
-            where = f"{common.me}, bucket {self.index}"
-            raise CollectiveError(f"{where}: the gather could not be started: {error}") from error
+            raise CollectiveError(
+                f"{common.me}, bucket {self.index}: the gather could not be started: {error}"
+            ) from error
         probe.gathered_bytes += pending.sent_bytes
         self.gathering = common.in_flight[self.index] = pending
 

@@ -31,13 +31,15 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from zerolap._torch import (
+    ORIGINAL,
+    PARAMETERS,
     RUN_BACKWARD,
     GradBucket,
+    children_of,
+    compiled_call_of,
     current_graph_task_id,
-    is_compiled_module,
     parameters_of,
     queue_callback,
-    set_parameters,
     version_of,
 )
 from zerolap.backend.base import Capabilities
@@ -309,8 +311,8 @@ class Rereads:
             self._undo.append(partial(setattr, before, "look", None))
             return
         hook = module.register_forward_pre_hook(_before_forward)
-        set_parameters(module, _WatchedParameters(before, self._look))
-        self._undo += [hook.remove, partial(set_parameters, module, before)]
+        vars(module)[PARAMETERS] = _WatchedParameters(before, self._look)
+        self._undo += [hook.remove, partial(vars(module).__setitem__, PARAMETERS, before)]
 
     def _look(self, param: Tensor) -> None:
         if not (self._is_updating and param in self._used and current_graph_task_id() != -1):
@@ -344,7 +346,8 @@ def _is_recomputing() -> bool:
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether a module is compiled, by torch.compile or TorchScript: its code looks at parameters when it is made, not when it runs."""
-    return isinstance(module, torch.jit.ScriptModule) or is_compiled_module(module)
+    is_made_by_compile = compiled_call_of(module) is not None or ORIGINAL in children_of(module)
+    return isinstance(module, torch.jit.ScriptModule) or is_made_by_compile
 
 
 def refuse_join(schedule: Schedule, capabilities: Capabilities, *, is_tuning: bool) -> None:

@@ -20,7 +20,7 @@ from zerolap.runtime.bucket import Bucket
 from zerolap.runtime.precision import Precision
 from zerolap.runtime.shard_optimizer import GradSlot, Shard, ShardBook, stand_in_for
 from zerolap.runtime.state_pieces import strides_in_bucket
-from zerolap.schedule.ownership import EqualRanges, Piece, Policy, make_plan
+from zerolap.schedule.ownership import EqualRanges, Piece, Policy, assign_owners
 
 
 class ExchangeStrategy(Protocol):
@@ -53,8 +53,8 @@ class WrappedHook:
 
     def assign(self, buckets: Sequence[Bucket]) -> None:
         layout = tuple(bucket.slots for bucket in buckets)
-        plan = make_plan(layout, world_size=self._book.world_size, policy=self._policy)
-        for bucket, owners in zip(buckets, plan.buckets, strict=True):
+        ownership = assign_owners(layout, world_size=self._book.world_size, policy=self._policy)
+        for bucket, owners in zip(buckets, ownership.buckets, strict=True):
             bucket.owners = owners
 
     def install(self, bucket: Bucket) -> None:

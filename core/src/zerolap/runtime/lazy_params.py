@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zerolap._torch import is_compile_wrapper, parameters_of, set_parameters
+from zerolap._torch import PARAMETERS, is_compile_wrapper, parameters_of
 from zerolap.runtime.bucket import Bucket
 
 
@@ -77,14 +77,14 @@ def wait_on_access(module: nn.Module, bucket_of: Mapping[Tensor, Bucket]) -> Cal
     """
     children = [child for child in module.modules() if parameters_of(child)]
     for child in children:
-        set_parameters(child, _WaitingParameters(parameters_of(child), bucket_of))
+        vars(child)[PARAMETERS] = _WaitingParameters(parameters_of(child), bucket_of)
     hooks = [child.register_forward_pre_hook(_before_forward) for child in {module: None, **dict.fromkeys(children)}]
 
     def undo() -> None:
         for hook in hooks:
             hook.remove()
         for child in children:
-            set_parameters(child, dict(parameters_of(child)))
+            vars(child)[PARAMETERS] = dict(parameters_of(child))
 
     return undo
 

@@ -18,7 +18,7 @@ from zerolap._torch import unscale_and_find_nonfinite_
 from zerolap.runtime.bucket import Bucket, Update
 from zerolap.runtime.common import Common
 from zerolap.runtime.shard_optimizer import ShardBook
-from zerolap.schedule.machine import Machine, Phase
+from zerolap.schedule.machine import Machine, Phase, Schedule
 
 SEARCH = "search for gradients that are not finite"
 
@@ -40,6 +40,15 @@ class ReducedGradients:
     def is_unscaled(self) -> bool:
         """Whether a GradScaler that knows shards has unscaled the gradients at hand."""
         return self.unscaled_backward == self._common.probe.num_backwards
+
+    def usable_for(self, purpose: str) -> ReducedGradients:
+        """Itself, if gradients can still be changed between backward and step()."""
+        if self._machine.schedule is not Schedule.ON_STEP:
+            raise RuntimeError(
+                f"{purpose} cannot work with updates inside backward: they have used the gradients already; "
+                'use zerolap.attach(ddp, optimizer, schedule="on_step"), or overlap_with_ddp=False'
+            )
+        return self
 
     def shards(self) -> list[Tensor]:
         """The mean gradients of everything this rank owns; one tensor per bucket."""

@@ -145,10 +145,10 @@ class Audit(Observer):
         """Say what differs, given the place of the first checksum that does."""
         common = self._common
         assert common.group is not None
-        found = f"{common.me}: the audit after update {common.probe.num_updates} found that"
+        after = f"{common.me}: the audit after update {common.probe.num_updates}"
         if first == num_buckets + len(rest):
             raise ZerolapError(
-                f"{found} the optimizer's options differ between group ranks "
+                f"{after} found that the optimizer's options differ between group ranks "
                 f"{self._other_option(common.group)}; schedulers and whatever else sets them must do the same on all ranks"
             )
         if first < num_buckets:
@@ -159,7 +159,7 @@ class Audit(Observer):
         mine = checksums([param for _, param in suspects], device=suspects[0][1].device).tolist()
         said = all_gather_json([common.me, mine], group=common.group, what=f"{common.me}: naming what drifted")
         raise ZerolapError(
-            f"{found} parameters differ between ranks: {where}{describe_drift([name for name, _ in suspects], said)}"
+            f"{after} found that parameters differ between ranks: {where}{describe_drift([name for name, _ in suspects], said)}"
         )
 
     def _other_option(self, group: dist.ProcessGroup) -> str:

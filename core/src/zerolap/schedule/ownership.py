@@ -161,12 +161,6 @@ def assign_owners(layout: Layout, *, world_size: int, policy: Policy, cut: int |
     return Ownership(policy=policy, world_size=world_size, buckets=buckets)
 
 
-# Temporary, until engine.py and native.py use the new names.
-Plan = Ownership
-BucketPlan = BucketOwners
-make_plan = assign_owners
-
-
 def greedy_owners(group_sizes: Sequence[Sequence[int]], *, world_size: int) -> list[list[GroupRank]]:
     """Owner of each parameter of each group: in every group the largest first, always to the least loaded rank.
 

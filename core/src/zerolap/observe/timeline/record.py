@@ -60,9 +60,6 @@ class HostClock:
     unix: float  # the same moment by the system's clock, which other hosts have, too
 
 
-Clock = HostClock  # temporary, until recorder.py and trace.py say HostClock
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTrace:
     """All that one rank has noted."""
