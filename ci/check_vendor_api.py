@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).parent.parent
-BASE = ROOT / "core/src/zerolap/stream.py"
+BASE = ROOT / "core/src/zerolap/backend/streams.py"
 TORCH = Path(torch.__file__).parent
 STUB = TORCH / "_C/_distributed_c10d.pyi"
 
@@ -222,7 +222,7 @@ def check_npu(source: str, folder: Path, findings: Findings) -> None:
         )
         options = function.args.args[0].arg
         wanted = {u.name.partition(".")[2] for u in uses_of(ast.unparse(function), options)}
-        given = {u.name.partition(".")[2] for u in uses_of((BASE.parent / "adapter.py").read_text(), "options")}
+        given = {u.name.partition(".")[2] for u in uses_of((BASE.parent / "base.py").read_text(), "options")}
         for name in sorted(wanted):
             findings.note(f"torch_npu's maker of HCCL backends is given {name}", name in given)
     library = (folder / "torch_npu/lib/libtorch_npu.so").read_bytes()
