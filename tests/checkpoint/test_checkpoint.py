@@ -20,18 +20,17 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel as DDP
 
 import zerolap
-from support.training import Mlp, iterate
+from support import ROOT
+from support.checkpoints import ADAMW, assert_same, batch, make, snapshot, train
+from support.training import Mlp
 from zerolap import checkpoint
 from zerolap.checkpoint import convert
 from zerolap.checkpoint import reader as reading
 from zerolap.checkpoint import writer as saving
 from zerolap.checkpoint.reader import CheckpointError
 from zerolap_conformance.ranks import run_ranks, try_ranks
-
-ADAMW = {"lr": 0.01, "weight_decay": 0.1}
 
 
 class Convs(nn.Module):
@@ -50,83 +49,24 @@ class Convs(nn.Module):
         return out
 
 
-def _make(kind: dict[str, Any]) -> tuple[DDP, zerolap.ZeroRedundancyOptimizer]:
-    """A model and its optimizer, overlapped in some way or not at all."""
-    kind = dict(kind)
-    model = kind.pop("model", Mlp)()
-    ddp = DDP(model.to(kind.pop("dtype", torch.float32)), bucket_cap_mb=kind.pop("cap", 0.002))
-    cls = kind.pop("cls", torch.optim.AdamW)
-    overlap, hook, options = kind.pop("overlap", "attach"), kind.pop("hook", None), kind.pop("options", ADAMW)
-    zero = zerolap.ZeroRedundancyOptimizer(ddp.parameters(), cls, overlap_with_ddp=overlap != "none", **options)
-    if overlap == "attach":
-        zerolap.attach(ddp, zero, **kind)
-    elif overlap == "hook":
-        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-
-        ddp.register_comm_hook(None, hook(allreduce_hook, ddp, zero, **kind))
-    return ddp, zero
-
-
-def _batch(step: int, rank: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(5, 13, generator=torch.Generator().manual_seed(1000 * step + rank)).to(dtype)
-
-
-def _train(ddp: DDP, zero: Any, first: int, last: int) -> None:
-    dtype = next(ddp.parameters()).dtype
-    for step in range(first, last):
-        iterate(ddp, zero, _batch(step, dist.get_rank(), dtype))
-
-
-def _snapshot(ddp: DDP, zero: zerolap.ZeroRedundancyOptimizer) -> bytes | None:
-    """Everything there is to compare, of all ranks together."""
-    zero.consolidate_state_dict(to=0)
-    if dist.get_rank() != 0:
-        return None
-    return pickle.dumps(
-        {
-            "model": {name: value.contiguous().clone() for name, value in ddp.module.state_dict().items()},
-            "state": {
-                index: {key: value.contiguous() if isinstance(value, Tensor) else value for key, value in state.items()}
-                for index, state in zero.state_dict()["state"].items()
-            },
-            "groups": [{**g, "params": len(g["params"])} for g in zero.state_dict()["param_groups"]],
-        }
-    )
-
-
-def _assert_same(a: Any, b: Any, where: str = "") -> None:
-    if isinstance(a, Tensor):
-        assert a.dtype == b.dtype, where
-        assert torch.equal(a, b), where
-    elif isinstance(a, dict):
-        assert a.keys() == b.keys(), where
-        for key in a:
-            _assert_same(a[key], b[key], f"{where}.{key}")
-    elif isinstance(a, list):
-        for place, (x, y) in enumerate(zip(a, b, strict=True)):
-            _assert_same(x, y, f"{where}[{place}]")
-    else:
-        assert a == b, where
-
-
 def _save(folder: str, kind: dict[str, Any], num_steps: int = 3) -> bytes | None:
-    ddp, zero = _make(kind)
-    _train(ddp, zero, 0, num_steps)
+    ddp, zero = make(kind)
+    train(ddp, zero, 0, num_steps)
     checkpoint.save(folder, ddp, zero, step=num_steps, extra={"epoch": 7, "seen": torch.arange(3)})
-    return _snapshot(ddp, zero)
+    return snapshot(ddp, zero)
 
 
 def _load(folder: str, kind: dict[str, Any], has_trained: bool = False) -> bytes | None:
-    ddp, zero = _make(kind)
+    ddp, zero = make(kind)
     if has_trained:
-        _train(ddp, zero, 10, 12)
+        train(ddp, zero, 10, 12)
     loaded = checkpoint.load(folder, ddp, zero)
     assert (loaded.step, loaded.extra["epoch"], loaded.extra["seen"].tolist()) == (3, 7, [0, 1, 2])
-    return _snapshot(ddp, zero)
+    return snapshot(ddp, zero)
 
 
 def _same_as_saved(saved: Any, loaded: Any) -> None:
-    _assert_same(pickle.loads(saved[0]), pickle.loads(loaded[0]))
+    assert_same(pickle.loads(saved[0]), pickle.loads(loaded[0]))
 
 
 # --- round trips ------------------------------------------------------------------------------------------------------
@@ -157,14 +97,14 @@ def test_saved_at_8_ranks_loads_at_2(tmp_path: Path) -> None:
 
 def _resume(folder: str, kind: dict[str, Any]) -> tuple[bytes | None, bytes | None]:
     """Train six steps with and without a stop in the middle."""
-    ddp, zero = _make(kind)
-    _train(ddp, zero, 0, 3)
+    ddp, zero = make(kind)
+    train(ddp, zero, 0, 3)
     checkpoint.save(folder, ddp, zero, step=3)
-    _train(ddp, zero, 3, 6)
-    there, loaded = _make(kind)
+    train(ddp, zero, 3, 6)
+    there, loaded = make(kind)
     checkpoint.load(folder, there, loaded)
-    _train(there, loaded, 3, 6)
-    return _snapshot(ddp, zero), _snapshot(there, loaded)
+    train(there, loaded, 3, 6)
+    return snapshot(ddp, zero), snapshot(there, loaded)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +120,7 @@ def _resume(folder: str, kind: dict[str, Any]) -> tuple[bytes | None, bytes | No
 )
 def test_training_goes_on_bitwise(tmp_path: Path, kind: dict[str, Any]) -> None:
     (whole, resumed), _ = run_ranks(2, _resume, str(tmp_path), kind)
-    _assert_same(pickle.loads(whole), pickle.loads(resumed))
+    assert_same(pickle.loads(whole), pickle.loads(resumed))
 
 
 def test_masters_come_and_go(tmp_path: Path) -> None:
@@ -189,8 +129,8 @@ def test_masters_come_and_go(tmp_path: Path) -> None:
         folder = tmp_path / str(len(kind))
         saved = pickle.loads(run_ranks(2, _save, str(folder), kind)[0])
         loaded = pickle.loads(run_ranks(2, _load, str(folder), other)[0])
-        _assert_same(saved["model"], loaded["model"])
-        _assert_same(
+        assert_same(saved["model"], loaded["model"])
+        assert_same(
             {i: {k: v for k, v in s.items() if k != "master_weight"} for i, s in saved["state"].items()},
             {i: {k: v for k, v in s.items() if k != "master_weight"} for i, s in loaded["state"].items()},
         )
@@ -200,7 +140,7 @@ def test_memory_order_may_change(tmp_path: Path) -> None:
     """A model that was channels-last is loaded as one that is not: the same numbers, in another order."""
     saved = pickle.loads(run_ranks(2, _save, str(tmp_path), {"model": Convs})[0])
     loaded = pickle.loads(run_ranks(3, _load, str(tmp_path), {"model": _contiguous_convs})[0])
-    _assert_same(saved, loaded)
+    assert_same(saved, loaded)
 
 
 def _contiguous_convs() -> Convs:
@@ -226,7 +166,7 @@ def _fuzz(folder: str, seed: int, is_saving: bool) -> bytes | None:
             "schedule": how.choice(["interleaved", "after_backward", "on_step"]),
             "gather": how.choice(["eager", "lazy"]),
         }
-    ddp, zero = _make(kind)
+    ddp, zero = make(kind)
     if is_saving or how.random() < 0.5:
         for step in range(2):
             zero.zero_grad()
@@ -236,7 +176,7 @@ def _fuzz(folder: str, seed: int, is_saving: bool) -> bytes | None:
         checkpoint.save(folder, ddp, zero, step=seed)
     else:
         checkpoint.load(folder, ddp, zero)
-    return _snapshot(ddp, zero)
+    return snapshot(ddp, zero)
 
 
 class _Loose(nn.Module):
@@ -261,7 +201,7 @@ def test_random_models_ranks_and_layouts(tmp_path: Path, num_cases: int) -> None
         saved = run_ranks(dice.choice(counts), _fuzz_many, str(tmp_path), seeds, True)[0]
         loaded = run_ranks(dice.choice(counts), _fuzz_many, str(tmp_path), seeds, False)[0]
         for seed, a, b in zip(seeds, saved, loaded, strict=True):
-            _assert_same(pickle.loads(a), pickle.loads(b), f"seed {seed}")
+            assert_same(pickle.loads(a), pickle.loads(b), f"seed {seed}")
             done += 1
     assert done == num_cases
 
@@ -270,9 +210,9 @@ def test_random_models_ranks_and_layouts(tmp_path: Path, num_cases: int) -> None
 
 
 def _plain_dcp(folder: str, is_saving: bool) -> bytes | None:
-    ddp, zero = _make({} if is_saving else {"schedule": "on_step"})
+    ddp, zero = make({} if is_saving else {"schedule": "on_step"})
     if is_saving:
-        _train(ddp, zero, 0, 3)
+        train(ddp, zero, 0, 3)
         whole = {"model": ddp.module.state_dict(), "optimizer": zero.sharded_state_dict(ddp)}
         dcp.save(whole, checkpoint_id=folder)
         dcp.async_save(whole, checkpoint_id=f"{folder}-async").result()
@@ -282,7 +222,7 @@ def _plain_dcp(folder: str, is_saving: bool) -> bytes | None:
             dcp.load(whole, checkpoint_id=source)
             ddp.module.load_state_dict(whole["model"])
             zero.load_sharded_state_dict(whole["optimizer"], ddp)
-    return _snapshot(ddp, zero)
+    return snapshot(ddp, zero)
 
 
 def test_plain_calls_of_torch_distributed_checkpoint(tmp_path: Path) -> None:
@@ -294,9 +234,9 @@ def test_plain_calls_of_torch_distributed_checkpoint(tmp_path: Path) -> None:
 
 
 def _retention(folder: str) -> None:
-    ddp, zero = _make({})
+    ddp, zero = make({})
     for step in range(6):
-        _train(ddp, zero, step, step + 1)
+        train(ddp, zero, step, step + 1)
         if step % 2:
             checkpoint.async_save(folder, ddp, zero, step=step, keep=2)
         else:
@@ -314,30 +254,30 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
 
 
 def _async_copies(folder: str) -> tuple[bytes | None, bytes | None]:
-    ddp, zero = _make({})
-    _train(ddp, zero, 0, 3)
-    before = _snapshot(ddp, zero)
+    ddp, zero = make({})
+    train(ddp, zero, 0, 3)
+    before = snapshot(ddp, zero)
     saving = checkpoint.async_save(folder, ddp, zero, step=3)
-    _train(ddp, zero, 3, 9)  # must not show in what is saved
+    train(ddp, zero, 3, 9)  # must not show in what is saved
     saving.wait()
-    there, loaded = _make({"schedule": "on_step"})
+    there, loaded = make({"schedule": "on_step"})
     checkpoint.load(folder, there, loaded)
-    return before, _snapshot(there, loaded)
+    return before, snapshot(there, loaded)
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
     (before, loaded), _ = run_ranks(2, _async_copies, str(tmp_path))
-    _assert_same(pickle.loads(before), pickle.loads(loaded))
+    assert_same(pickle.loads(before), pickle.loads(loaded))
 
 
 KILLED = """
 import os, sys, torch, torch.distributed as dist
-sys.path[:0] = {paths!r}
-from test_checkpoint import _make, _train
+sys.path.insert(0, {tests!r})
+from support.checkpoints import make, train
 from zerolap import checkpoint
 dist.init_process_group("gloo", init_method="file://{store}", rank=int(sys.argv[1]), world_size=2)
-ddp, zero = _make({{}})
-_train(ddp, zero, 0, 2)
+ddp, zero = make({{}})
+train(ddp, zero, 0, 2)
 checkpoint.save({folder!r}, ddp, zero, step=2)
 for step in range(3, 10000):
     print(step, flush=True)
@@ -349,7 +289,7 @@ def test_a_kill_during_a_save_leaves_the_one_before(tmp_path: Path) -> None:
     dice = random.Random(0)
     for attempt in range(2):
         folder = tmp_path / f"kill{attempt}"
-        code = KILLED.format(paths=sys.path, store=tmp_path / f"store{attempt}", folder=str(folder))
+        code = KILLED.format(tests=str(ROOT / "tests"), store=tmp_path / f"store{attempt}", folder=str(folder))
         ranks = [
             subprocess.Popen(
                 [sys.executable, "-c", code, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -379,7 +319,7 @@ def test_a_kill_during_a_save_leaves_the_one_before(tmp_path: Path) -> None:
 
 
 def _load_and_save(folder: str) -> int:
-    ddp, zero = _make({})
+    ddp, zero = make({})
     loaded = checkpoint.load(folder, ddp, zero)
     checkpoint.save(folder, ddp, zero, step=100_000)
     return loaded.step
@@ -489,19 +429,19 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 def _load_bad(folder: str, cases: list[str], kind: dict[str, Any]) -> dict[str, str]:
-    ddp, zero = _make(kind)
-    _train(ddp, zero, 0, 2)
-    before = _snapshot(ddp, zero)
+    ddp, zero = make(kind)
+    train(ddp, zero, 0, 2)
+    before = snapshot(ddp, zero)
     said = {}
     for case in cases:
         try:
             checkpoint.load(f"{folder}/{case}", ddp, zero)
         except CheckpointError as error:
             said[case] = str(error)
-    after = _snapshot(ddp, zero)
+    after = snapshot(ddp, zero)
     if dist.get_rank() == 0:
-        _assert_same(pickle.loads(before), pickle.loads(after), "the live state")  # type: ignore[arg-type]
-    _train(ddp, zero, 2, 4)  # and training goes on
+        assert_same(pickle.loads(before), pickle.loads(after), "the live state")  # type: ignore[arg-type]
+    train(ddp, zero, 2, 4)  # and training goes on
     return said
 
 
@@ -541,13 +481,13 @@ def test_a_model_that_does_not_fit_is_told_everything(tmp_path: Path) -> None:
 
 
 def _not_strict(folder: str) -> tuple[bool, bool]:
-    ddp, zero = _make({"model": _More})
+    ddp, zero = make({"model": _More})
     before = ddp.module.more.weight.clone()
     checkpoint.load(folder, ddp, zero, strict=False)
     reference = Mlp()
     is_kept = torch.equal(ddp.module.more.weight, before)
     is_loaded = not torch.equal(next(ddp.module.inner.parameters()), next(reference.parameters()))
-    _train(ddp, zero, 0, 2)
+    train(ddp, zero, 0, 2)
     return is_kept, is_loaded
 
 
@@ -576,7 +516,7 @@ def test_what_is_missing_may_be_left_as_it_is(tmp_path: Path) -> None:
 
 
 def _refused(folder: str) -> None:
-    ddp, zero = _make({})
+    ddp, zero = make({})
     with pytest.raises(FileNotFoundError, match="no whole checkpoint"):
         checkpoint.load(folder, ddp, zero)
     with pytest.raises(CheckpointError, match="safe to load"):  # on the first rank; the others are told
@@ -609,7 +549,7 @@ def test_sharded_and_single_files_become_each_other(tmp_path: Path) -> None:
     convert.to_file(path, tmp_path / "single.pt")
     plain = pickle.loads(_load_plain(str(tmp_path / "single.pt")))
     for key in ("model", "state"):
-        _assert_same(pickle.loads(saved[0])[key], plain[key], key)
+        assert_same(pickle.loads(saved[0])[key], plain[key], key)
     convert.from_file(tmp_path / "single.pt", tmp_path / "back")
     _same_as_saved(saved, run_ranks(3, _load, str(tmp_path / "back"), {}))
     said = convert.describe(path)
@@ -621,7 +561,7 @@ def test_anybodys_file_can_be_converted(tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
     for step in range(3):
         optimizer.zero_grad()
-        model(_batch(step, 0)).square().mean().backward()
+        model(batch(step, 0)).square().mean().backward()
         optimizer.step()
     torch.save(
         {
@@ -634,8 +574,8 @@ def test_anybodys_file_can_be_converted(tmp_path: Path) -> None:
     )
     convert.from_file(tmp_path / "plain.pt", tmp_path / "sharded")
     loaded = pickle.loads(run_ranks(2, _load, str(tmp_path / "sharded"), {})[0])
-    _assert_same(model.state_dict(), loaded["model"])
-    _assert_same(optimizer.state_dict()["state"], loaded["state"])
+    assert_same(model.state_dict(), loaded["model"])
+    assert_same(optimizer.state_dict()["state"], loaded["state"])
     torch.save(Exploit(str(tmp_path / "exploited")), tmp_path / "bad.pt")
     with pytest.raises(CheckpointError, match="cannot be loaded safely"):
         convert.from_file(tmp_path / "bad.pt", tmp_path / "never")
@@ -643,7 +583,7 @@ def test_anybodys_file_can_be_converted(tmp_path: Path) -> None:
 
 
 def _differ_in_folder(folder: str) -> None:
-    ddp, zero = _make({})
+    ddp, zero = make({})
     checkpoint.save(f"{folder}/{dist.get_rank()}", ddp, zero, step=1)
 
 

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from test_checkpoint import ADAMW, _assert_same, _make, _snapshot, _train
 from typer.testing import CliRunner
 
 import zerolap
+from support import ROOT
+from support.checkpoints import ADAMW, SECONDS, assert_same, make, short_of_patience, snapshot, train
 from support.training import Mlp
 from zerolap import checkpoint
 from zerolap.checkpoint import convert
@@ -39,7 +39,7 @@ def _link(folder: str, target: str) -> None:
 
 
 def _roll_back(folder: str) -> dict[str, Any]:
-    ddp, zero = _make({"overlap": "none"})
+    ddp, zero = make({"overlap": "none"})
     for step in (100, 200, 300):
         checkpoint.save(folder, ddp, zero, step=step)
     checkpoint.load(folder, ddp, zero, step=100)
@@ -89,7 +89,7 @@ def test_the_latest_is_the_one_written_last_for_load_link_and_keep(tmp_path: Pat
 
 
 def _keep_after_rollback(folder: str) -> tuple[list[int], int, str]:
-    ddp, zero = _make({"overlap": "none"})
+    ddp, zero = make({"overlap": "none"})
     for step in (100, 200, 300):
         checkpoint.save(folder, ddp, zero, step=step, keep=3)
     checkpoint.load(folder, ddp, zero, step=100)
@@ -103,7 +103,7 @@ def test_keep_never_removes_what_was_just_written(tmp_path: Path) -> None:
 
 def _older_version(folder: str) -> tuple[int, list[int]]:
     """Manifests of a version that did not say when they were written: older than all that do, and ordered by their steps."""
-    ddp, zero = _make({"overlap": "none"})
+    ddp, zero = make({"overlap": "none"})
     for step in (3, 20, 10):
         checkpoint.save(folder, ddp, zero, step=step)
         file = Path(folder, f"step-{step:09d}", "manifest.json")
@@ -124,7 +124,7 @@ def test_checkpoints_of_older_versions_are_ordered_by_step(tmp_path: Path) -> No
 
 
 def _odd_arguments(folder: str) -> dict[str, str]:
-    ddp, zero = _make({"overlap": "none"})
+    ddp, zero = make({"overlap": "none"})
     said = {}
     cases: dict[str, dict[str, Any]] = {
         "negative": {"step": -1},
@@ -185,7 +185,7 @@ def _beside_others(folder: str) -> list[str]:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(data)
     dist.barrier()
-    ddp, zero = _make({"overlap": "none"})
+    ddp, zero = make({"overlap": "none"})
     for step in (1, 2, 9):
         checkpoint.save(folder, ddp, zero, step=step, keep=1)
     checkpoint.save(folder, ddp, zero, step=9, keep=1, overwrite=True)
@@ -254,8 +254,8 @@ def _fails_then_works(folder: str, error: str, failing: list[int]) -> list[str]:
     """Saves that fail on some ranks, and one after each that must not."""
     from torch.distributed.checkpoint import filesystem
 
-    ddp, zero = _make({"overlap": "none"})
-    _train(ddp, zero, 0, 1)
+    ddp, zero = make({"overlap": "none"})
+    train(ddp, zero, 0, 1)
     checkpoint.save(folder, ddp, zero, step=0)
     fsync, said, step = os.fsync, [], 0
 
@@ -302,8 +302,8 @@ def test_a_failed_save_is_our_error_on_all_ranks_and_the_next_one_works(
 def _no_room(folder: str) -> list[str]:
     import resource
 
-    ddp, zero = _make({"overlap": "none"})
-    _train(ddp, zero, 0, 1)
+    ddp, zero = make({"overlap": "none"})
+    train(ddp, zero, 0, 1)
     said = []
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     for save in (checkpoint.save, lambda *args, **kwargs: checkpoint.async_save(*args, **kwargs).wait()):
@@ -329,7 +329,7 @@ def test_files_that_the_system_cuts_short_are_an_error(tmp_path: Path) -> None:
 
 
 def _unseen_error(folder: str) -> tuple[str, list[int]]:
-    ddp, zero = _make({"overlap": "none"})
+    ddp, zero = make({"overlap": "none"})
     blocker = Path(folder, "file")
     if dist.get_rank() == 0:
         blocker.write_text("in the way")
@@ -355,7 +355,7 @@ def test_an_error_that_was_not_seen_is_a_warning_of_the_next_save_which_is_made(
 def _interrupted(folder: str, kind: str) -> str:
     from torch.distributed.checkpoint import filesystem
 
-    ddp, zero = _make({"overlap": "none"})
+    ddp, zero = make({"overlap": "none"})
     fsync = os.fsync
 
     def stopped(descriptor: int) -> None:
@@ -382,19 +382,6 @@ def test_what_ends_the_process_is_not_swallowed(tmp_path: Path, kind: str) -> No
 
 # --- waits ------------------------------------------------------------------------------------------------------------
 
-SECONDS = 6  # how long ranks wait for each other where that is tried; all else waits as long as the whole group does
-
-
-def short_of_patience(folder: Any) -> tuple[dist.ProcessGroup, Mlp, zerolap.ZeroRedundancyOptimizer]:
-    """A model whose optimizer's group has a short timeout, on ranks that are all there and have saved once."""
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=SECONDS))
-    model = Mlp()
-    zero = zerolap.ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, group)
-    dist.barrier()
-    checkpoint.async_save(folder, model, zero, step=0).wait()
-    dist.barrier()
-    return group, model, zero
-
 
 def until(is_so: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 60
@@ -405,8 +392,8 @@ def until(is_so: Callable[[], bool]) -> None:
 
 STOPPED = """
 import os, sys, time, datetime, signal, torch, torch.distributed as dist
-sys.path[:0] = {paths!r}
-from test_checkpoint_saving import short_of_patience
+sys.path.insert(0, {tests!r})
+from support.checkpoints import short_of_patience
 from torch.distributed.checkpoint import filesystem
 from zerolap import checkpoint
 rank = int(sys.argv[1])
@@ -428,7 +415,7 @@ os._exit(0)
 
 
 def test_a_rank_that_is_stopped_ends_the_wait_within_the_groups_timeout(tmp_path: Path) -> None:
-    code = STOPPED.format(paths=sys.path, store=tmp_path / "store", folder=str(tmp_path / "run"))
+    code = STOPPED.format(tests=str(ROOT / "tests"), store=tmp_path / "store", folder=str(tmp_path / "run"))
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", code, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -529,9 +516,9 @@ SGD = {"overlap": "none", "cls": torch.optim.SGD, "options": {"lr": 0.5}}
 def _into_another_class(folder: str, kinds: dict[str, dict[str, Any]], strict: bool) -> dict[str, Any]:
     said: dict[str, Any] = {}
     for name, kind in kinds.items():
-        ddp, zero = _make(kind)
-        _train(ddp, zero, 0, 2)
-        before = _snapshot(ddp, zero)
+        ddp, zero = make(kind)
+        train(ddp, zero, 0, 2)
+        before = snapshot(ddp, zero)
         try:
             checkpoint.load(folder, ddp, zero, strict=strict)
             said[name] = "loaded"
@@ -540,10 +527,10 @@ def _into_another_class(folder: str, kinds: dict[str, dict[str, Any]], strict: b
         if said[name] != "loaded" and before is not None:
             import pickle
 
-            _assert_same(pickle.loads(before), pickle.loads(_snapshot(ddp, zero)))  # type: ignore[arg-type]
+            assert_same(pickle.loads(before), pickle.loads(snapshot(ddp, zero)))  # type: ignore[arg-type]
         elif said[name] != "loaded":
-            _snapshot(ddp, zero)
-        _train(ddp, zero, 2, 4)
+            snapshot(ddp, zero)
+        train(ddp, zero, 2, 4)
         zero.consolidate_state_dict(to=0)
         if dist.get_rank() == 0:
             whole = zero.state_dict()
@@ -567,8 +554,8 @@ OTHERS = {
 
 
 def _save_adamw(folder: str) -> None:
-    ddp, zero = _make({"overlap": "none"})
-    _train(ddp, zero, 0, 2)
+    ddp, zero = make({"overlap": "none"})
+    train(ddp, zero, 0, 2)
     checkpoint.save(folder, ddp, zero, step=2)
 
 
@@ -614,10 +601,10 @@ def test_a_checkpoint_that_names_no_class_is_known_by_its_state(tmp_path: Path) 
 def _plain_dcp_into_sgd(folder: str) -> str:
     import torch.distributed.checkpoint as dcp
 
-    ddp, zero = _make({"overlap": "none"})
-    _train(ddp, zero, 0, 2)
+    ddp, zero = make({"overlap": "none"})
+    train(ddp, zero, 0, 2)
     dcp.save({"optimizer": zero.sharded_state_dict(ddp)}, checkpoint_id=folder)
-    ddp, zero = _make(SGD)
+    ddp, zero = make(SGD)
     whole = {"optimizer": zero.sharded_state_dict(ddp, make_room=True)}
     dcp.load(whole, checkpoint_id=folder)
     try:
@@ -656,13 +643,13 @@ class _Nested(torch.optim.Optimizer):
 
 def _resume_nested(folder: str) -> None:
     kind = {"overlap": "none", "cls": _Nested, "options": {"lr": 0.1}}
-    ddp, zero = _make(kind)
-    _train(ddp, zero, 0, 2)
+    ddp, zero = make(kind)
+    train(ddp, zero, 0, 2)
     checkpoint.save(folder, ddp, zero, step=1)
-    there, loaded = _make(kind)
+    there, loaded = make(kind)
     checkpoint.load(folder, there, loaded)
     for mine, theirs in zip(zero.optim.state.values(), loaded.optim.state.values(), strict=True):
-        _assert_same(dict(mine), dict(theirs))
+        assert_same(dict(mine), dict(theirs))
     assert len(loaded.optim.state) > 0
 
 

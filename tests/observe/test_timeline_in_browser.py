@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_page_in_browser import LOWEST_CONTRAST, Open, opening
 
+from support.browser import LOWEST_CONTRAST, Open, opening
 from support.synthetic_runs import run_of, trace_of
 from zerolap.observe.timeline import RankTrace, Span, judge, merge, to_html
 
