@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import zerolap
 import zerolap_cpu_gloo
+from support.ranks import on_ranks
 from support.training import Mlp, assert_same_params, backward, batches, iterate, pair
 from zerolap.runtime import engine
 from zerolap.runtime.native import NativeEngine
@@ -157,7 +158,8 @@ def test_training_loops_of_all_kinds() -> None:
     run_ranks(2, _loops)
 
 
-def _every_class() -> None:
+@on_ranks(2)
+def test_every_class_of_torch_and_its_consolidated_state() -> None:
     classes = {
         name: cls
         for name, cls in vars(torch.optim).items()
@@ -183,11 +185,8 @@ def _every_class() -> None:
             torch.testing.assert_close(mine, theirs, rtol=0, atol=0, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_every_class_of_torch_and_its_consolidated_state() -> None:
-    run_ranks(2, _every_class)
-
-
-def _sub_group() -> None:
+@on_ranks(4)
+def test_a_sub_group() -> None:
     group = dist.new_group([2, 3])
     if dist.get_rank() < 2:
         return
@@ -200,11 +199,8 @@ def _sub_group() -> None:
         assert_same_params(ours, oracle)
 
 
-def test_a_sub_group() -> None:
-    run_ranks(4, _sub_group)
-
-
-def _joins() -> None:
+@on_ranks(2)
+def test_uneven_inputs_with_join() -> None:
     for schedule in SCHEDULES:
         oracle, ours = pair()
         plain = torch.optim.SGD(oracle.parameters(), lr=0.1)
@@ -218,10 +214,6 @@ def _joins() -> None:
                 for x in inputs:
                     iterate(ours, zero, x)
             assert_same_params(ours, oracle, schedule)
-
-
-def test_uneven_inputs_with_join() -> None:
-    run_ranks(2, _joins)
 
 
 # --- lazy gathers -----------------------------------------------------------------------------------------------------
@@ -269,7 +261,9 @@ def _assert_same_states(ours: nn.Module, oracle: nn.Module) -> None:
         assert torch.equal(a, b)
 
 
-def _lazily(schedule: str) -> None:
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@on_ranks(2)
+def test_a_lazy_gather_is_waited_for_wherever_a_parameter_is_used(schedule: str) -> None:
     _slow_down(1)
     oracle, ours = pair(Borrowers)
     plain = torch.optim.AdamW(oracle.parameters(), lr=0.01)
@@ -308,11 +302,6 @@ def _lazily(schedule: str) -> None:
     assert_same_params(ours, oracle, schedule)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_lazy_gather_is_waited_for_wherever_a_parameter_is_used(schedule: str) -> None:
-    run_ranks(2, _lazily, schedule)
-
-
 def _compiled() -> None:
     ddp = pair(bucket_cap_mb=25)[0]
     zero, _ = attached(ddp, ddp.parameters(), torch.optim.SGD, gather="lazy", lr=0.1)
@@ -326,7 +315,8 @@ def test_a_lazy_gather_is_refused_under_compile() -> None:
         assert 'use gather="eager" with torch.compile' in (outcome.error or ""), outcome.error
 
 
-def _fused_by_default() -> None:
+@on_ranks(2)
+def test_the_fused_implementation_is_used_unless_the_user_said_otherwise() -> None:
     for cls in (torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop):
         for said in ({}, {"fused": False}, {"foreach": True}):
             if cls is torch.optim.RMSprop and said:
@@ -343,10 +333,6 @@ def _fused_by_default() -> None:
                 iterate(oracle, plain, x)
                 iterate(ours, zero, x)
                 assert_same_params(ours, oracle, (cls.__name__, said))
-
-
-def test_the_fused_implementation_is_used_unless_the_user_said_otherwise() -> None:
-    run_ranks(2, _fused_by_default)
 
 
 # --- precision --------------------------------------------------------------------------------------------------------
@@ -416,7 +402,8 @@ def test_master_weights_equal_a_plain_optimizer_on_single_precision_copies(world
     assert run_ranks(world_size, _masters) == [24] * world_size
 
 
-def _sent_narrow() -> None:
+@on_ranks(2)
+def test_parameters_sent_in_less_precision_keep_their_masters() -> None:
     """Parameters of fp32 that are sent as bf16 are rounded on all ranks, but the masters are not."""
     for gather in ("eager", "lazy"):
         oracle, ours = pair()
@@ -431,11 +418,8 @@ def _sent_narrow() -> None:
             assert_same_params(ours, oracle, (gather, i))
 
 
-def test_parameters_sent_in_less_precision_keep_their_masters() -> None:
-    run_ranks(2, _sent_narrow)
-
-
-def _masters_are_saved() -> None:
+@on_ranks(2)
+def test_master_weights_are_saved_and_follow_the_model() -> None:
     """A checkpoint has the masters: training goes on bitwise. A plain state dict has none: they come from the model."""
     first, second = pair(_low)
     zeros = []
@@ -463,10 +447,6 @@ def _masters_are_saved() -> None:
     zeros[1].param_groups[0]["lr"] = 0.0
     iterate(second, zeros[1], next(batches(1, dtype=torch.bfloat16)))
     assert all((p == 0.25).all() for p in second.parameters()), "loaded values were overwritten by old masters"
-
-
-def test_master_weights_are_saved_and_follow_the_model() -> None:
-    run_ranks(2, _masters_are_saved)
 
 
 def _wires() -> list[tuple[str, float]]:
@@ -512,7 +492,14 @@ def test_every_choice_of_precision_sends_what_it_says() -> None:
 # --- clipping, scaling, skipping --------------------------------------------------------------------------------------
 
 
-def _clips(fused: bool) -> None:
+def _reduced_gradients(zero: zerolap.ZeroRedundancyOptimizer) -> list[Tensor]:
+    assert isinstance(zero._engine, NativeEngine)
+    return [shard.clone() for shard in zero._engine._reduced_shards()]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@on_ranks(2)
+def test_clipping_gives_torchs_norm_and_torchs_update(fused: bool) -> None:
     for norm_type in (1.0, 2.0, 3.5, float("inf")):
         oracle, ours = pair()
         plain = torch.optim.AdamW(oracle.parameters(), lr=0.01, fused=fused)
@@ -532,16 +519,6 @@ def _clips(fused: bool) -> None:
             zero.step()
             for a, b in zip(ours.parameters(), oracle.parameters(), strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=f"{norm_type}, {i}")
-
-
-def _reduced_gradients(zero: zerolap.ZeroRedundancyOptimizer) -> list[Tensor]:
-    assert isinstance(zero._engine, NativeEngine)
-    return [shard.clone() for shard in zero._engine._reduced_shards()]
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_clipping_gives_torchs_norm_and_torchs_update(fused: bool) -> None:
-    run_ranks(2, _clips, fused)
 
 
 def _scales() -> tuple[list[float], list[float]]:
@@ -576,7 +553,8 @@ def test_loss_scaling_skips_exactly_the_steps_that_ddp_skips() -> None:
         assert ours == theirs
 
 
-def _skips() -> None:
+@on_ranks(2)
+def test_a_step_can_be_skipped() -> None:
     oracle, ours = pair()
     plain = torch.optim.AdamW(oracle.parameters(), lr=0.01)
     zero, _ = attached(ours, ours.parameters(), torch.optim.AdamW, schedule="on_step", lr=0.01)
@@ -589,10 +567,6 @@ def _skips() -> None:
         assert_same_params(ours, oracle, i)
     zero.step()
     assert_same_params(ours, oracle, "a second step without a backward")
-
-
-def test_a_step_can_be_skipped() -> None:
-    run_ranks(2, _skips)
 
 
 def _refused(case: str) -> None:

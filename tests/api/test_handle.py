@@ -21,6 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import zerolap
+from support.ranks import on_ranks
 from support.training import Mlp, assert_same_params, backward, batches, iterate, overlapped, pair
 from zerolap_conformance.ranks import run_ranks
 from zerolap_cpu_gloo import CpuGlooAdapter
@@ -51,7 +52,8 @@ class Counting(CpuGlooAdapter):
         return super().reduce_scatter(*args, **kwargs)
 
 
-def _own_adapter() -> None:
+@on_ranks(2)
+def test_an_adapter_can_be_given_by_instance_or_by_name() -> None:
     ddp = DDP(Mlp(), bucket_cap_mb=0.004)
     mine = Counting()
     zerolap.attach(ddp, _zero(ddp), adapter=mine)
@@ -63,14 +65,12 @@ def _own_adapter() -> None:
     backward(by_name, next(batches(1)))
 
 
-def test_an_adapter_can_be_given_by_instance_or_by_name() -> None:
-    run_ranks(2, _own_adapter)
-
-
 # --- detaching --------------------------------------------------------------------------------------------------------
 
 
-def _attach_again(master_weights: bool) -> None:
+@pytest.mark.parametrize("master_weights", [False, True])
+@on_ranks(2)
+def test_an_optimizer_goes_on_where_it_was_when_attached_again(master_weights: bool) -> None:
     oracle, ours = pair()
     plain, zero = torch.optim.AdamW(oracle.parameters(), **ADAMW), _zero(ours)
     ways = [("interleaved", "lazy"), ("on_step", "eager"), ("after_backward", "lazy"), ("interleaved", "eager")]
@@ -93,12 +93,8 @@ def _attach_again(master_weights: bool) -> None:
                 assert torch.equal(zero.state_dict()["state"][index][key], value), (index, key)
 
 
-@pytest.mark.parametrize("master_weights", [False, True])
-def test_an_optimizer_goes_on_where_it_was_when_attached_again(master_weights: bool) -> None:
-    run_ranks(2, _attach_again, master_weights)
-
-
-def _back_to_ddp() -> None:
+@on_ranks(2)
+def test_ddp_averages_gradients_again_after_detaching() -> None:
     """Detached, DDP is what it was: another optimizer can use its gradients."""
     oracle, ours = pair()
     zero = _zero(ours)
@@ -118,16 +114,13 @@ def _back_to_ddp() -> None:
             assert torch.equal(a.grad, b.grad), i  # type: ignore[arg-type]
 
 
-def test_ddp_averages_gradients_again_after_detaching() -> None:
-    run_ranks(2, _back_to_ddp)
-
-
 class FailsOnce(torch.optim.AdamW):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         raise ArithmeticError("deliberate")
 
 
-def _detach_after_failure() -> None:
+@on_ranks(2)
+def test_what_has_failed_can_be_detached() -> None:
     ddp = DDP(Mlp(), bucket_cap_mb=0.004)
     zero = zerolap.ZeroRedundancyOptimizer(ddp.parameters(), FailsOnce, overlap_with_ddp=True, **ADAMW)
     handle = zerolap.attach(ddp, zero)
@@ -135,10 +128,6 @@ def _detach_after_failure() -> None:
         backward(ddp, next(batches(1)))
     handle.detach()
     assert not handle.is_attached
-
-
-def test_what_has_failed_can_be_detached() -> None:
-    run_ranks(2, _detach_after_failure)
 
 
 def _num_open() -> tuple[int, int, int]:
@@ -191,7 +180,13 @@ def test_nothing_is_left_open_by_50_cycles_of_attaching_and_detaching() -> None:
     run_ranks(2, _attach_and_detach, 50)
 
 
-def _drop(is_hook: bool) -> None:
+def _own_hook(state: Any, bucket):  # type: ignore[no-untyped-def]
+    return allreduce_hook(None, bucket)
+
+
+@pytest.mark.parametrize("is_hook", [False, True], ids=["attached", "hook"])
+@on_ranks(2)
+def test_nothing_is_left_open_when_ddp_and_optimizer_are_dropped(is_hook: bool) -> None:
     gc.collect()
     gc.disable()
     before = _num_open()
@@ -210,16 +205,8 @@ def _drop(is_hook: bool) -> None:
         assert _settled(before) == before
 
 
-def _own_hook(state: Any, bucket):  # type: ignore[no-untyped-def]
-    return allreduce_hook(None, bucket)
-
-
-@pytest.mark.parametrize("is_hook", [False, True], ids=["attached", "hook"])
-def test_nothing_is_left_open_when_ddp_and_optimizer_are_dropped(is_hook: bool) -> None:
-    run_ranks(2, _drop, is_hook)
-
-
-def _only_ddp_is_kept() -> None:
+@on_ranks(2)
+def test_an_optimizer_that_was_dropped_is_kept_by_the_hook() -> None:
     oracle, ours = pair()
     plain = torch.optim.SGD(oracle.parameters(), lr=0.1)
     overlapped(ours, ours.parameters(), torch.optim.SGD, lr=0.1)  # and dropped: updates are made in backward
@@ -231,14 +218,11 @@ def _only_ddp_is_kept() -> None:
         assert_same_params(ours, oracle, i)
 
 
-def test_an_optimizer_that_was_dropped_is_kept_by_the_hook() -> None:
-    run_ranks(2, _only_ddp_is_kept)
-
-
 # --- after detaching --------------------------------------------------------------------------------------------------
 
 
-def _use_after_detaching() -> None:
+@on_ranks(2, group_timeout=20)
+def test_a_handle_that_was_detached_answers_at_once() -> None:
     ddp = DDP(Mlp(), bucket_cap_mb=0.004)
     zero = _zero(ddp)
     handle = zerolap.attach(ddp, zero, schedule="after_backward", gather="lazy", master_weights=True)
@@ -266,10 +250,6 @@ def _use_after_detaching() -> None:
         with pytest.raises(RuntimeError, match="no hook was made for this optimizer"):
             fn()
     assert time.monotonic() - start < 10
-
-
-def test_a_handle_that_was_detached_answers_at_once() -> None:
-    run_ranks(2, _use_after_detaching, group_timeout=20)
 
 
 def test_a_lane_that_was_closed_refuses_at_once_and_has_ended_its_thread() -> None:

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.futures import Future
 
+from support.ranks import on_ranks
 from support.training import HOOK_MAKERS, assert_same_params, batches, iterate, overlapped, pair
-from zerolap_conformance.ranks import run_ranks
 
 
 def own_tensor_hook(state: Any, bucket: dist.GradBucket) -> Future[torch.Tensor]:
@@ -60,7 +60,9 @@ HOOKS: dict[str, tuple[Callable[..., Any], Callable[[], Any]]] = {
 }
 
 
-def _compare(name: str) -> None:
+@pytest.mark.parametrize("name", HOOKS)
+@on_ranks(2)
+def test_a_wrapped_hook_gives_the_numbers_of_ddp_with_that_hook(name: str) -> None:
     hook, make_state = HOOKS[name]
     for hook_maker in HOOK_MAKERS:
         oracle, ours = pair(bucket_cap_mb=0.0005)
@@ -81,8 +83,3 @@ def _compare(name: str) -> None:
             iterate(ours, zero, x)
             assert_same_params(ours, oracle, (name, hook_maker.__name__, f"iteration {i}"))
         assert len(zero._engine._layout) >= 4  # enough to starve Gloo's two workers
-
-
-@pytest.mark.parametrize("name", HOOKS)
-def test_a_wrapped_hook_gives_the_numbers_of_ddp_with_that_hook(name: str) -> None:
-    run_ranks(2, _compare, name)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import zerolap
+from support.ranks import on_ranks
 from support.training import HOOK_MAKERS, Mlp, assert_same_params, backward, batches, iterate, overlapped, pair
 from zerolap_conformance.ranks import run_ranks
 
@@ -281,7 +282,8 @@ def test_training_is_bitwise_that_of_ddp_and_the_plain_optimizer(name: str) -> N
     run_ranks(CASES[name][0], _run_case, name)
 
 
-def _three_ranks() -> None:
+@on_ranks(3)
+def test_three_ranks_equal_ddp_with_the_same_hook() -> None:
     """DDP without a hook multiplies by 1/3, the all-reduce hook divides by 3: the oracle needs the same hook."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
@@ -294,10 +296,6 @@ def _three_ranks() -> None:
             iterate(oracle, plain, x)
             iterate(ddp, zero, x)
             assert_same_params(ddp, oracle)
-
-
-def test_three_ranks_equal_ddp_with_the_same_hook() -> None:
-    run_ranks(3, _three_ranks)
 
 
 def _state_is_sharded() -> tuple[int, int]:

@@ -15,6 +15,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import zerolap
+from support.ranks import on_ranks
 from support.training import Mlp, assert_same_params, batches, iterate, pair
 from zerolap_conformance.ranks import run_ranks
 from zerolap_cpu_gloo import CpuGlooAdapter
@@ -221,7 +222,8 @@ def test_what_cannot_be_attached_is_refused_with_what_to_do() -> None:
             assert words in sentence, said
 
 
-def _wrapped() -> None:
+@on_ranks(2)
+def test_the_optimizer_inside_of_a_frameworks_wrapper_is_taken() -> None:
     oracle, ours = pair()
     plain = torch.optim.AdamW(oracle.parameters(), **ADAMW)
     zero = Zero(ours.parameters(), torch.optim.AdamW, overlap_with_ddp=True, **ADAMW)
@@ -232,14 +234,12 @@ def _wrapped() -> None:
         assert_same_params(ours, oracle, i)
 
 
-def test_the_optimizer_inside_of_a_frameworks_wrapper_is_taken() -> None:
-    run_ranks(2, _wrapped)
-
-
 # --- parameters with names --------------------------------------------------------------------------------------------
 
 
-def _named(in_groups: bool) -> None:
+@pytest.mark.parametrize("in_groups", [False, True])
+@on_ranks(2)
+def test_parameters_can_be_given_with_their_names_as_to_torchs_optimizers(in_groups: bool) -> None:
     oracle, ours = pair()
 
     def params(ddp: DDP) -> Any:
@@ -271,8 +271,3 @@ def _named(in_groups: bool) -> None:
         assert_same_params(ours, oracle, f"loaded, {i}")
     with pytest.raises((ValueError, zerolap.ZerolapError), match="with/without names"):
         again.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
-
-
-@pytest.mark.parametrize("in_groups", [False, True])
-def test_parameters_can_be_given_with_their_names_as_to_torchs_optimizers(in_groups: bool) -> None:
-    run_ranks(2, _named, in_groups)

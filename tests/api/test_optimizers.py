@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import zerolap
+from support.ranks import on_ranks
 from support.training import HOOK_MAKERS, Mlp, assert_same_params, batches, iterate, overlapped, pair
 from zerolap_conformance.ranks import run_ranks, try_ranks
 
@@ -93,7 +94,8 @@ def test_every_class_of_torch_is_bitwise_the_plain_optimizer() -> None:
     }
 
 
-def _odd_optimizer() -> None:
+@on_ranks(2)
+def test_a_users_own_class_with_state_everywhere_is_bitwise_the_plain_one() -> None:
     for hook_maker in HOOK_MAKERS:
         oracle, ours = pair()
         for model in (oracle, ours):
@@ -105,10 +107,6 @@ def _odd_optimizer() -> None:
             assert zero.state_dict()["state"][0]["note"] == "step 4"
             for index, state in plain.state_dict()["state"].items():
                 assert zero.state_dict()["state"][index] == state
-
-
-def test_a_users_own_class_with_state_everywhere_is_bitwise_the_plain_one() -> None:
-    run_ranks(2, _odd_optimizer)
 
 
 class HookedSgd(torch.optim.SGD):
@@ -124,7 +122,8 @@ def _halve_rate(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         group["lr"] = group["lr"] / 2
 
 
-def _hooks_of_step() -> None:
+@on_ranks(2)
+def test_hooks_of_step_are_called_as_with_a_plain_optimizer() -> None:
     ours, oracle = pair(Mlp, bucket_cap_mb=0.0005)
     _compare(HookedSgd, {"lr": 0.1}, ours, oracle, _all_params, HOOK_MAKERS[0])
     called: list[Optimizer] = []
@@ -135,10 +134,6 @@ def _hooks_of_step() -> None:
         iterate(ours, zero, x)
     hook.remove()
     assert called == [zero] * 3
-
-
-def test_hooks_of_step_are_called_as_with_a_plain_optimizer() -> None:
-    run_ranks(2, _hooks_of_step)
 
 
 def _refuse(overlap: bool) -> list[str]:

@@ -15,6 +15,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer as Upstream
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import zerolap
+from support.ranks import on_ranks
 from support.training import HOOK_MAKERS, Mlp, assert_same_params, backward, batches, overlapped
 from zerolap.runtime.exchange import _unpack
 from zerolap_conformance.ranks import run_ranks, try_ranks
@@ -134,7 +135,8 @@ def test_only_the_rank_that_asked_receives_states() -> None:
             assert received == 0
 
 
-def _snapshot_stays() -> None:
+@on_ranks(2)
+def test_a_state_dict_handed_out_does_not_change_with_training() -> None:
     ddp = DDP(Mlp(), bucket_cap_mb=0.004)
     for kind in ("zerolap", "overlap 1"):
         ddp = DDP(Mlp(), bucket_cap_mb=0.004)
@@ -149,11 +151,8 @@ def _snapshot_stays() -> None:
             assert _same(snapshot, before), f"{kind}: training changed a state dict handed out earlier"
 
 
-def test_a_state_dict_handed_out_does_not_change_with_training() -> None:
-    run_ranks(2, _snapshot_stays)
-
-
-def _before_training() -> None:
+@on_ranks(2)
+def test_consolidating_before_the_first_backward_works() -> None:
     """Nothing has been stepped: the state is empty, and loads."""
     ddp = DDP(Mlp(), bucket_cap_mb=0.004)
     zero = _make("overlap 0", ddp, torch.optim.AdamW)
@@ -165,11 +164,8 @@ def _before_training() -> None:
     )
 
 
-def test_consolidating_before_the_first_backward_works() -> None:
-    run_ranks(2, _before_training)
-
-
-def _asked_before_training() -> None:
+@on_ranks(2)
+def test_before_the_first_step_a_state_dict_is_the_plain_optimizers() -> None:
     """As frameworks do when they are given an optimizer, without consolidating. From the first step on that is refused."""
     for kind in KINDS[2:]:
         ddp = DDP(Mlp(), bucket_cap_mb=0.004)
@@ -188,10 +184,6 @@ def _asked_before_training() -> None:
     with_state = _make("zerolap", ddp, torch.optim.Adagrad)  # a class that makes its state before the first step
     with pytest.raises(RuntimeError, match="call consolidate_state_dict"):
         with_state.state_dict()
-
-
-def test_before_the_first_step_a_state_dict_is_the_plain_optimizers() -> None:
-    run_ranks(2, _asked_before_training)
 
 
 class _Evil:

@@ -25,9 +25,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from support import ROOT
 from support.integration_ranks import check, run_example
+from support.ranks import on_ranks
 from support.training import Mlp, assert_same_params, batches
 from zerolap import checkpoint
-from zerolap_conformance.ranks import run_ranks
 
 LAUNCH = ROOT / "examples/launch"
 STEPS = 20
@@ -69,7 +69,8 @@ class _Kept(logging.Handler):
         self.messages.append(record.getMessage())
 
 
-def _embedded() -> None:
+@on_ranks(2)
+def test_a_vendor_embeds_zerolap_with_an_adapter_group_and_log_of_its_own() -> None:
     def refuse(**_: Any) -> Any:
         raise AssertionError("entry points were looked up")
 
@@ -112,10 +113,6 @@ def _embedded() -> None:
     assert "6 updates" in kept.messages[-1]
     strangers = {"zerolap.cli", "zerolap_cpu_gloo", "typer", "rich"} & sys.modules.keys()
     assert not strangers, strangers
-
-
-def test_a_vendor_embeds_zerolap_with_an_adapter_group_and_log_of_its_own() -> None:
-    run_ranks(2, _embedded)
 
 
 # --- launch files ------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import zerolap
+from support.ranks import on_ranks
 from support.training import Mlp, batches, iterate
 from zerolap._logging import FORMAT, logger_of
 from zerolap_conformance.ranks import run_ranks
@@ -26,7 +27,10 @@ def _trained(num: int, **options: Any) -> tuple[DDP, Any, zerolap.Handle]:
     return ddp, zero, handle
 
 
-def _counted(schedule: str, gather: str) -> None:
+@pytest.mark.parametrize("gather", ["eager", "lazy"])
+@pytest.mark.parametrize("schedule", ["interleaved", "after_backward", "on_step"])
+@on_ranks(2)
+def test_stats_count_what_was_done_and_what_is_held(schedule: str, gather: str) -> None:
     ddp, zero, handle = _trained(3, schedule=schedule, gather=gather)
     before = handle.stats()
     for x in batches(4):
@@ -51,12 +55,6 @@ def _counted(schedule: str, gather: str) -> None:
     assert stats.communication_ms > 0
 
 
-@pytest.mark.parametrize("gather", ["eager", "lazy"])
-@pytest.mark.parametrize("schedule", ["interleaved", "after_backward", "on_step"])
-def test_stats_count_what_was_done_and_what_is_held(schedule: str, gather: str) -> None:
-    run_ranks(2, _counted, schedule, gather)
-
-
 class Written(list[tuple[str, float, int | None]]):
     """Takes scalars as a SummaryWriter does."""
 
@@ -64,7 +62,8 @@ class Written(list[tuple[str, float, int | None]]):
         self.append((tag, scalar_value, global_step))
 
 
-def _charted() -> None:
+@on_ranks(2)
+def test_each_point_is_of_the_time_since_the_one_before() -> None:
     ddp, zero, handle = _trained(3)
     written = Written()
     writer = zerolap.StatsWriter(handle, written, prefix="mine")
@@ -83,10 +82,6 @@ def _charted() -> None:
     assert stats.exposed_ms is not None
     assert found["mine/exposed_ms_per_update"] == pytest.approx((stats.exposed_ms - (before.exposed_ms or 0)) / 2)
     assert 0 <= found["mine/hidden_percent"] <= 100
-
-
-def test_each_point_is_of_the_time_since_the_one_before() -> None:
-    run_ranks(2, _charted)
 
 
 def _in_tensorboard(folder: str) -> None:

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import zerolap
 import zerolap_sim
+from support.ranks import on_ranks
 from support.sim_programs import device_group, on_device, small_batch, small_model
 from support.stream_programs import GATHERS, SCHEDULES, SGD, Attached, sim_device
 from support.training import HOOK_MAKERS, Mlp, assert_same_params, backward, batches, iterate, overlapped, pair
@@ -47,7 +48,9 @@ def _of(spans: list[Span], kind: str) -> list[Span]:
 # --- what is noted ----------------------------------------------------------------------------------------------------
 
 
-def _every_moment(schedule: str, gather: str) -> None:
+@pytest.mark.parametrize(("schedule", "gather"), WAYS)
+@on_ranks(2)
+def test_every_moment_of_every_bucket_is_noted(schedule: str, gather: str) -> None:
     num = 3
     ddp, zero, handle = _attached(schedule, gather)
     num_buckets, first = handle.stats().num_buckets, handle.stats().num_updates + 1
@@ -97,12 +100,8 @@ def _every_moment(schedule: str, gather: str) -> None:
     assert verdict.late_ms is None, "one rank cannot know"
 
 
-@pytest.mark.parametrize(("schedule", "gather"), WAYS)
-def test_every_moment_of_every_bucket_is_noted(schedule: str, gather: str) -> None:
-    run_ranks(2, _every_moment, schedule, gather)
-
-
-def _hooked() -> None:
+@on_ranks(2)
+def test_torchs_hooks_are_traced_by_their_optimizer() -> None:
     for make in HOOK_MAKERS:
         ddp = DDP(Mlp(), bucket_cap_mb=0.004)
         zero = overlapped(ddp, ddp.parameters(), torch.optim.AdamW, hook_maker=make, **ADAMW)
@@ -117,11 +116,8 @@ def _hooked() -> None:
             zerolap.trace(ddp)
 
 
-def test_torchs_hooks_are_traced_by_their_optimizer() -> None:
-    run_ranks(2, _hooked)
-
-
-def _by_target() -> None:
+@on_ranks(2)
+def test_a_trace_is_of_a_handle_a_ddp_or_an_optimizer() -> None:
     ddp, zero, handle = _attached()
     for target in (handle, ddp, zero):
         with zerolap.trace(target) as trace:
@@ -134,10 +130,6 @@ def _by_target() -> None:
         handle.trace()
     with pytest.raises(ValueError, match="not attached"):
         zerolap.trace(ddp)
-
-
-def test_a_trace_is_of_a_handle_a_ddp_or_an_optimizer() -> None:
-    run_ranks(2, _by_target)
 
 
 # --- that it is what happened -----------------------------------------------------------------------------------------
@@ -174,7 +166,8 @@ def test_waiting_for_a_late_rank_is_exposed_and_blamed_on_it(schedule: str, gath
     assert "backward's end waits for it" in str(verdict)
 
 
-def _hidden_gather() -> None:
+@on_ranks(2)
+def test_a_gathers_end_is_seen_when_nobody_waits_for_it() -> None:
     """Gathers that nobody needs for a while are done long before they are waited for, and the trace has seen it."""
     ddp, zero, handle = _attached("interleaved", "lazy")
     dist.barrier()
@@ -188,10 +181,6 @@ def _hidden_gather() -> None:
     for use in uses:
         assert use.end - use.start < 0.1 * LATE
         assert gathers[use.bucket].end < use.start - 0.5 * LATE, (gathers[use.bucket], use)
-
-
-def test_a_gathers_end_is_seen_when_nobody_waits_for_it() -> None:
-    run_ranks(2, _hidden_gather)
 
 
 # --- that it changes nothing ------------------------------------------------------------------------------------------
@@ -229,17 +218,14 @@ def test_a_gather_that_ends_by_a_copy_can_be_traced() -> None:
     run_ranks(2, _same_numbers, "interleaved", "lazy", torch.bfloat16)
 
 
-def _compiled() -> None:
+@on_ranks(2)
+def test_a_compiled_model_can_be_traced() -> None:
     ddp, zero, handle = _attached("on_step", "eager")
     compiled: Any = torch.compile(ddp.module, backend="eager", fullgraph=True)
     with handle.trace() as trace:
         compiled(next(batches(1)))  # not the DDP: only that hooks do not break what is compiled
         iterate(ddp, zero, next(batches(1)))
     assert _of(trace.spans, "gather")
-
-
-def test_a_compiled_model_can_be_traced() -> None:
-    run_ranks(2, _compiled)
 
 
 class Broken(torch.optim.AdamW):
@@ -305,7 +291,9 @@ class Counting(CpuGlooAdapter):
         return super().moment()
 
 
-def _counted(schedule: str, gather: str) -> None:
+@pytest.mark.parametrize(("schedule", "gather"), WAYS)
+@on_ranks(2)
+def test_a_trace_takes_a_fixed_number_of_moments_a_bucket_and_none_when_off(schedule: str, gather: str) -> None:
     ddp, zero, handle = _attached(schedule, gather, adapter=Counting())
     assert Counting.num_moments == 0, "no moment is taken without a trace"
     num, num_buckets = 10, handle.stats().num_buckets
@@ -332,11 +320,6 @@ def _counted(schedule: str, gather: str) -> None:
     for verb in ("reduce", "step", "gather"):
         assert {f"zerolap:{verb} bucket {b}" for b in range(num_buckets)} <= names, (verb, sorted(names))
     assert labels.total() >= 3 * num_buckets
-
-
-@pytest.mark.parametrize(("schedule", "gather"), WAYS)
-def test_a_trace_takes_a_fixed_number_of_moments_a_bucket_and_none_when_off(schedule: str, gather: str) -> None:
-    run_ranks(2, _counted, schedule, gather)
 
 
 def _timed(num_rounds: int) -> list[float]:

@@ -21,8 +21,9 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import zerolap
+from support.ranks import on_ranks
 from support.training import HOOK_MAKERS, Mlp, backward, batches, overlapped
-from zerolap_conformance.ranks import run_ranks, try_ranks
+from zerolap_conformance.ranks import try_ranks
 
 GROUP_TIMEOUT = 6.0
 
@@ -198,7 +199,8 @@ def _lanes() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("zerolap-")]
 
 
-def _attach_many() -> None:
+@on_ranks(2)
+def test_threads_and_connections_end_with_the_optimizer() -> None:
     for i in range(20):
         ddp = DDP(Mlp(), bucket_cap_mb=0.004)
         if i % 2:
@@ -217,10 +219,6 @@ def _attach_many() -> None:
             time.sleep(0.01)
         assert _lanes() == []
     assert num_files < 100, "connections of closed groups are left open"
-
-
-def test_threads_and_connections_end_with_the_optimizer() -> None:
-    run_ranks(2, _attach_many)
 
 
 def _moved_away() -> None:

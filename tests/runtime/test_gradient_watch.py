@@ -11,6 +11,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import zerolap
+from support.ranks import on_ranks
 from support.training import (
     HOOK_MAKERS,
     SMALL_BUCKETS,
@@ -117,7 +118,8 @@ def test_the_message_names_the_gradient() -> None:
         assert "that of parameter 0, of shape (40, 13), was changed" in said
 
 
-def _accumulate() -> None:
+@on_ranks(2)
+def test_accumulated_gradients_are_not_taken_for_changed_ones() -> None:
     oracle, ours = pair()
     plain = torch.optim.SGD(oracle.parameters(), lr=0.1)
     zero = zerolap.ZeroRedundancyOptimizer(
@@ -132,10 +134,6 @@ def _accumulate() -> None:
             backward(model, 2 * x)
             optimizer.step()
         assert_same_params(ours, oracle)
-
-
-def test_accumulated_gradients_are_not_taken_for_changed_ones() -> None:
-    run_ranks(2, _accumulate)
 
 
 class Looking(CpuGlooAdapter):

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.swa_utils import AveragedModel
 
 import zerolap
+from support.ranks import on_ranks
 from support.training import assert_same_params, backward, batches, iterate, pair
 from zerolap.backend.collectives import Parts, Pending
 from zerolap_conformance.ranks import run_ranks, try_ranks
@@ -93,7 +94,8 @@ def _by_optim(opt: Any) -> list[Tensor]:
     return [p for group in opt.param_groups for p in dict.__getitem__(group, "params")]
 
 
-def _clamped() -> None:
+@on_ranks(2)
+def test_every_way_through_the_optimizers_groups_waits() -> None:
     (oracle, plain), (ours, zero), _ = _both("interleaved")
     ways = list(WAYS_IN.items())
     num_late = 0
@@ -109,10 +111,6 @@ def _clamped() -> None:
         assert not _num_late(zero), name
         assert_same_params(ours, oracle, name)
     assert num_late > len(ways), "nothing was ever late"
-
-
-def test_every_way_through_the_optimizers_groups_waits() -> None:
-    run_ranks(2, _clamped)
 
 
 class Lookahead:
@@ -137,7 +135,9 @@ class Lookahead:
                 p.data.copy_(q)
 
 
-def _looking_ahead(schedule: str) -> None:
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@on_ranks(2)
+def test_lookahead_and_moving_averages_round_the_optimizer_are_those_of_the_plain_one(schedule: str) -> None:
     (oracle, plain), (ours, zero), _ = _both(schedule)
     shadows = [[p.detach().clone() for p in model.parameters()] for model in (oracle, ours)]
     averages = [AveragedModel(model.module) for model in (oracle, ours)]
@@ -153,12 +153,8 @@ def _looking_ahead(schedule: str) -> None:
     assert_same_params(averages[1], averages[0], "AveragedModel")
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_lookahead_and_moving_averages_round_the_optimizer_are_those_of_the_plain_one(schedule: str) -> None:
-    run_ranks(2, _looking_ahead, schedule)
-
-
-def _not_waiting() -> None:
+@on_ranks(2)
+def test_schedulers_and_clearing_gradients_wait_for_nothing() -> None:
     (_, _), (ours, zero), handle = _both("on_step")
     scheduler = torch.optim.lr_scheduler.OneCycleLR(zero, max_lr=0.01, total_steps=20)
     for x in batches(4):
@@ -187,10 +183,6 @@ def _not_waiting() -> None:
     assert zero.param_groups[0] is held
     held["lr"] = 0.5
     assert zero.param_groups[0]["lr"] == 0.5
-
-
-def test_schedulers_and_clearing_gradients_wait_for_nothing() -> None:
-    run_ranks(2, _not_waiting)
 
 
 # --- held by the user -------------------------------------------------------------------------------------------------
@@ -273,7 +265,9 @@ def test_a_write_that_no_forward_meets_is_refused_by_whoever_waits_next() -> Non
         assert "between their update and the end of their gather" in (outcome.error or ""), outcome.error
 
 
-def _write_after_finish(schedule: str) -> None:
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@on_ranks(2)
+def test_a_write_behind_finish_counts(schedule: str) -> None:
     (oracle, plain), (ours, zero), handle = _both(schedule)
     held = [list(model.parameters()) for model in (oracle, ours)]
     for x in batches(6):
@@ -290,12 +284,8 @@ def _write_after_finish(schedule: str) -> None:
         iterate(ours, zero, x)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_write_behind_finish_counts(schedule: str) -> None:
-    run_ranks(2, _write_after_finish, schedule)
-
-
-def _write_in_forward() -> None:
+@on_ranks(2)
+def test_a_model_that_writes_to_its_own_parameters_is_right() -> None:
     """A model that writes to its own parameters, reached through modules, is nobody's mistake."""
 
     class Renormed(nn.Module):
@@ -322,10 +312,6 @@ def _write_in_forward() -> None:
             backward(model, x)
             optimizer.step()
     assert_same_params(ours, oracle)
-
-
-def test_a_model_that_writes_to_its_own_parameters_is_right() -> None:
-    run_ranks(2, _write_in_forward)
 
 
 # --- compiled ---------------------------------------------------------------------------------------------------------
@@ -498,7 +484,9 @@ def test_auto_leaves_lazy_gathers_out_where_a_module_was_compiled_after_attach()
     run_ranks(2, _without_ddp_optimizer, _auto_compiled_later)
 
 
-def _scripted(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["scripted", "traced"])
+@on_ranks(2)
+def test_a_part_in_torchscript_trains_as_ever_with_eager_gathers(kind: str) -> None:
     models = []
     for ours in (False, True):
         torch.manual_seed(0)
@@ -518,8 +506,3 @@ def _scripted(kind: str) -> None:
     for a, b in zip(models[1].parameters(), models[0].parameters(), strict=True):
         # TorchScript fuses after some runs, which it counts over both models: the last bit may differ.
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6, msg=kind)
-
-
-@pytest.mark.parametrize("kind", ["scripted", "traced"])
-def test_a_part_in_torchscript_trains_as_ever_with_eager_gathers(kind: str) -> None:
-    run_ranks(2, _scripted, kind)

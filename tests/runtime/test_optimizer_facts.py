@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 
 import zerolap
+from support.ranks import on_ranks
 from support.training import HOOK_MAKERS, Mlp, assert_same_params, backward, batches, iterate, pair
 from zerolap.runtime import optimizer_facts
 from zerolap_conformance.ranks import run_ranks, try_ranks
@@ -359,7 +360,8 @@ def test_complex_parameters_are_refused_under_overlap() -> None:
         assert "complex parameters cannot be updated inside backward" in overlapping
 
 
-def _random_numbers_go_on() -> None:
+@on_ranks(2)
+def test_trying_a_class_leaves_no_trace() -> None:
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
@@ -369,10 +371,6 @@ def _random_numbers_go_on() -> None:
     zerolap.attach(ddp, zero)
     assert torch.equal(torch.rand(3), expected)
     assert all(param.grad is None for param in ddp.parameters())
-
-
-def test_trying_a_class_leaves_no_trace() -> None:
-    run_ranks(2, _random_numbers_go_on)
 
 
 # --- options ------------------------------------------------------------------------------------------------------------
@@ -388,7 +386,8 @@ class PerKind(torch.optim.SGD):
         super().__init__(groups, lr=lr)
 
 
-def _per_kind() -> None:
+@on_ranks(2)
+def test_the_class_itself_fills_in_what_a_group_does_not_say() -> None:
     oracle, ours = pair()
 
     def groups(model: DDP) -> list[dict[str, Any]]:
@@ -406,10 +405,6 @@ def _per_kind() -> None:
     for optimizer in (plain, ours_alone):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2, 2))], "is_matrix": True, "momentum": 0.5})
     assert [{**g, "params": 0} for g in ours_alone.param_groups] == [{**g, "params": 0} for g in plain.param_groups]
-
-
-def test_the_class_itself_fills_in_what_a_group_does_not_say() -> None:
-    run_ranks(2, _per_kind)
 
 
 def _differ_at_construction(what: str) -> None:

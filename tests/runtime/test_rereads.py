@@ -17,8 +17,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import zerolap
+from support.ranks import on_ranks
 from support.training import HOOK_MAKERS, assert_same_params, overlapped
-from zerolap_conformance.ranks import run_ranks, try_ranks
+from zerolap_conformance.ranks import try_ranks
 
 WIDTH = 16
 Region = Callable[..., Tensor]
@@ -255,7 +256,9 @@ def _compare(
     return ours, handle
 
 
-def _same_numbers(name: str) -> None:
+@pytest.mark.parametrize("name", RIGHT)
+@on_ranks(2)
+def test_what_is_computed_again_with_gradients_has_the_same_numbers(name: str) -> None:
     ways = [("interleaved", "eager"), ("interleaved", "lazy"), ("after_backward", "eager")]
     for (schedule, gather), is_reentrant in product(ways, (False, True)):
         options = {"static_graph": is_reentrant and name in USED_TWICE}
@@ -264,11 +267,6 @@ def _same_numbers(name: str) -> None:
         for module in ours.module.modules():
             assert type(module._parameters) is dict, "nobody watches any more"
             assert not module._forward_pre_hooks
-
-
-@pytest.mark.parametrize("name", RIGHT)
-def test_what_is_computed_again_with_gradients_has_the_same_numbers(name: str) -> None:
-    run_ranks(2, _same_numbers, name)
 
 
 def _train(name: str, is_reentrant: bool, schedule: str, gather: str) -> None:
@@ -315,18 +313,16 @@ def test_the_hooks_refuse_it_too() -> None:
     _assert_refused(try_ranks(2, _train_by_hook, 1, limit=60, group_timeout=20), "head.weight")
 
 
-def _all_that_is_wrong_otherwise() -> None:
+@on_ranks(2)
+def test_the_remedy_has_the_same_numbers() -> None:
     for make in WRONG.values():
         _compare(make, _region(False), "on_step", "eager")
     for make in (Detached, Data, NoGrad, Mask, TiedBlock):
         _compare(make, _region(False), "after_backward", "eager")
 
 
-def test_the_remedy_has_the_same_numbers() -> None:
-    run_ranks(2, _all_that_is_wrong_otherwise)
-
-
-def _copies() -> None:
+@on_ranks(2)
+def test_a_copy_made_inside_backward_is_an_ordinary_module() -> None:
     """Whoever copies a module in the middle of a watched backward gets an ordinary one."""
     ddp = _make(Stack, _region(False))
     zero, _ = _attach(ddp)
@@ -344,7 +340,3 @@ def _copies() -> None:
     for head in made:
         assert type(head._parameters) is dict
         head(torch.ones(2, WIDTH)).sum().backward()
-
-
-def test_a_copy_made_inside_backward_is_an_ordinary_module() -> None:
-    run_ranks(2, _copies)

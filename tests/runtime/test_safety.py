@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import zerolap
 import zerolap_sim
 from support import ROOT, safety_programs
+from support.ranks import on_ranks
 from support.safety_programs import GUILTY, WAYS, connect, fail
 from support.sim_programs import on_device
 from support.stream_programs import Attached, every_way
@@ -186,7 +187,8 @@ def _num_keys() -> int:
     return num
 
 
-def _checked() -> None:
+@on_ranks(2)
+def test_with_checked_order_numbers_are_the_same_and_the_store_stays_small() -> None:
     """Same numbers, and the store does not fill."""
     os.environ["ZEROLAP_DEBUG"] = "order"
     for way in WAYS:
@@ -201,10 +203,6 @@ def _checked() -> None:
             if i in (5, 11):
                 seen.append(_num_keys())
         assert seen[0] == seen[1], f"{way}: keys in the store: {seen}"
-
-
-def test_with_checked_order_numbers_are_the_same_and_the_store_stays_small() -> None:
-    run_ranks(2, _checked)
 
 
 def _other_collective() -> None:
@@ -294,7 +292,8 @@ def _attach(ddp: DDP, **options: Any) -> tuple[zerolap.ZeroRedundancyOptimizer, 
     return zero, zerolap.attach(ddp, zero, **options)
 
 
-def _no_drift() -> None:
+@on_ranks(2)
+def test_audits_raise_no_false_alarm() -> None:
     for i, (schedule, gather) in enumerate(product(SCHEDULES, GATHERS)):
         masters = i in (0, 3, 5)  # with either gather
         ddp = pair(Mixed)[0]
@@ -312,10 +311,6 @@ def _no_drift() -> None:
             with Join([ddp, zero]):
                 for x in batches(2 + dist.get_rank()):
                     iterate(ddp, zero, x)
-
-
-def test_audits_raise_no_false_alarm() -> None:
-    run_ranks(2, _no_drift)
 
 
 def _flip_a_bit(param: Tensor) -> None:
@@ -376,11 +371,6 @@ def _spoil(ddp: DDP, x: Tensor, value: float) -> None:
         handle.remove()
 
 
-def _skips() -> None:
-    for gather in GATHERS:
-        _skip(gather)
-
-
 def _skip(gather: Any) -> None:
     oracle, ours = pair()
     plain = torch.optim.AdamW(oracle.parameters(), lr=0.01, fused=True)
@@ -401,11 +391,15 @@ def _skip(gather: Any) -> None:
     assert (stats.num_updates, stats.num_skipped) == (5, 3), stats
 
 
+@on_ranks(2)
 def test_updates_that_are_not_finite_are_skipped_by_all_ranks() -> None:
-    run_ranks(2, _skips)
+    for gather in GATHERS:
+        _skip(gather)
 
 
-def _raises(schedule: Any) -> None:
+@pytest.mark.parametrize("schedule", ["after_backward", "on_step"])
+@on_ranks(2)
+def test_gradients_that_are_not_finite_raise_on_all_ranks_and_change_nothing(schedule: str) -> None:
     oracle, ours = pair()
     plain = torch.optim.AdamW(oracle.parameters(), lr=0.01, fused=True)
     zero, handle = _attach(ours, schedule=schedule, nonfinite="raise")
@@ -430,11 +424,6 @@ def _raises(schedule: Any) -> None:
             backward(ours, x)
 
 
-@pytest.mark.parametrize("schedule", ["after_backward", "on_step"])
-def test_gradients_that_are_not_finite_raise_on_all_ranks_and_change_nothing(schedule: str) -> None:
-    run_ranks(2, _raises, schedule)
-
-
 def _nonsense(options: dict[str, Any]) -> None:
     _attach(pair()[0], **options)
 
@@ -449,14 +438,11 @@ NONSENSE: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def _all_nonsense() -> None:
+@on_ranks(2)
+def test_nonsense_is_refused() -> None:
     for options, expected in NONSENSE:
         with pytest.raises(ValueError, match=expected):
             _nonsense(options)
-
-
-def test_nonsense_is_refused() -> None:
-    run_ranks(2, _all_nonsense)
 
 
 # --- all of it on streams ---------------------------------------------------------------------------------------------
@@ -526,7 +512,8 @@ def test_a_parameter_that_is_read_after_its_update_is_noticed() -> None:
     run_ranks(2, _read_late, "after_backward")
 
 
-def _graph_kept() -> None:
+@on_ranks(2)
+def test_a_graph_from_before_an_update_is_refused() -> None:
     """As with a plain optimizer: a graph that was made before an update cannot be used after it."""
     ddp = pair()[0]
     zero, _ = _attach(ddp, schedule="on_step")
@@ -535,10 +522,6 @@ def _graph_kept() -> None:
     zero.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-def test_a_graph_from_before_an_update_is_refused() -> None:
-    run_ranks(2, _graph_kept)
 
 
 # --- the end ----------------------------------------------------------------------------------------------------------

@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import zerolap
 import zerolap.runtime.shards as shards
+from support.ranks import on_ranks
 from support.training import HOOK_MAKERS, SMALL_BUCKETS, assert_same_params, backward, batches, overlapped
 from zerolap.runtime.shards import FlatParams
-from zerolap_conformance.ranks import run_ranks
 
 
 class Mixed(nn.Module):
@@ -109,7 +109,9 @@ def _train(ddp: DDP, optimizers: list[Any], num: int) -> None:
             optimizer.step()
 
 
-def _save(way: str) -> None:
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2)
+def test_a_parameter_is_saved_and_copied_as_if_its_memory_were_its_own(way: str) -> None:
     torch.manual_seed(0)
     ddp = DDP(Mixed(), bucket_cap_mb=SMALL_BUCKETS)
     made = WAYS[way](ddp)
@@ -145,11 +147,6 @@ def _save(way: str) -> None:
         sharded = optimizers[0].sharded_state_dict(module)["state"]
         assert _saved_bytes(sharded) < 2 * sum(param.nbytes for param in params.values()) + 40_000
     _train(ddp, optimizers, 2)  # they are still what training updates
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_parameter_is_saved_and_copied_as_if_its_memory_were_its_own(way: str) -> None:
-    run_ranks(2, _save, way)
 
 
 DTYPES = [

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import zerolap
 import zerolap_cpu_gloo
+from support.ranks import on_ranks
 from support.training import Mlp, assert_same_params, batches, iterate, pair
 from zerolap_conformance.ranks import run_ranks
 from zerolap_cpu_gloo import CpuGlooAdapter, arena
@@ -200,7 +201,10 @@ def test_a_rank_that_cannot_share_memory_says_why_and_gets_messages(obstacle: st
         assert all("exchanges by messages and not by shared memory" in line for line in said), said
 
 
-def _train_past(obstacle: str, ranks: list[int]) -> None:
+@pytest.mark.parametrize("ranks", [[1], [0, 1]], ids=["one-rank", "all-ranks"])
+@pytest.mark.parametrize("obstacle", ["file-size-limit", "address-space-limit"])
+@on_ranks(2, limit=60, group_timeout=20)
+def test_training_without_shared_memory_gives_the_same_numbers(obstacle: str, ranks: list[int]) -> None:
     if dist.get_rank() in ranks:
         OBSTACLES[obstacle][0]()
     oracle, ours = pair()
@@ -211,12 +215,6 @@ def _train_past(obstacle: str, ranks: list[int]) -> None:
         iterate(oracle, plain, x)
         iterate(ours, zero, x)
     assert_same_params(ours, oracle, obstacle)
-
-
-@pytest.mark.parametrize("ranks", [[1], [0, 1]], ids=["one-rank", "all-ranks"])
-@pytest.mark.parametrize("obstacle", ["file-size-limit", "address-space-limit"])
-def test_training_without_shared_memory_gives_the_same_numbers(obstacle: str, ranks: list[int]) -> None:
-    run_ranks(2, _train_past, obstacle, ranks, limit=60, group_timeout=20)
 
 
 def _exchange_where_memory_ends() -> tuple[int, list[str]]:
@@ -244,13 +242,10 @@ def test_memory_that_ends_later_ends_nobody() -> None:
     assert "No space left on device" in found[1][1][0], found[1][1]
 
 
-def _exchange_with_little_room() -> None:
+@on_ranks(2)
+def test_what_finds_no_room_in_shared_memory_comes_as_a_message() -> None:
     arena._MOST_BYTES = 256
     _exchange([[40, 40], [100, 100], [30, 30], [64, 64], [1, 1]], True)
-
-
-def test_what_finds_no_room_in_shared_memory_comes_as_a_message() -> None:
-    run_ranks(2, _exchange_with_little_room)
 
 
 def _bytes_at_rest() -> tuple[int, int]:
@@ -318,7 +313,8 @@ def test_messages_wait_at_their_sender_until_there_is_memory_for_them() -> None:
     assert run_ranks(2, _receives)[0] == 1300
 
 
-def _look_alone() -> None:
+@on_ranks(2, limit=60, group_timeout=10)
+def test_one_rank_may_use_parameters_while_the_others_wait_for_it() -> None:
     """Rank 0 uses parameters that are on their way while rank 1 waits for it; nothing finds room in shared memory."""
     arena._FEW_BYTES = arena._MOST_BYTES = 256
     ddp = DDP(Mlp(), bucket_cap_mb=0.004)
@@ -331,7 +327,3 @@ def _look_alone() -> None:
                 ddp.module(x)
         dist.barrier()
     handle.finish()
-
-
-def test_one_rank_may_use_parameters_while_the_others_wait_for_it() -> None:
-    run_ranks(2, _look_alone, limit=60, group_timeout=10)
