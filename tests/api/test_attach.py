@@ -154,8 +154,9 @@ def _loops() -> None:
                 torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=f"{schedule}, gradients kept, {i}")
 
 
+@on_ranks(2)
 def test_training_loops_of_all_kinds() -> None:
-    run_ranks(2, _loops)
+    _loops()
 
 
 @on_ranks(2)
@@ -386,15 +387,12 @@ def _masters() -> int:
     return num_cases
 
 
-def _in_portions() -> int:
+@on_ranks(2)
+def test_states_may_move_in_portions() -> None:
     """The same, with states that move bucket by bucket, as those of large models do."""
     engine._LEAST_MOVED_BYTES = 1
     _loops()
-    return _masters()
-
-
-def test_states_may_move_in_portions() -> None:
-    assert run_ranks(2, _in_portions) == [24, 24]
+    assert _masters() == 24
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -521,7 +519,8 @@ def test_clipping_gives_torchs_norm_and_torchs_update(fused: bool) -> None:
                 torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=f"{norm_type}, {i}")
 
 
-def _scales() -> tuple[list[float], list[float]]:
+@on_ranks(2)
+def test_loss_scaling_skips_exactly_the_steps_that_ddp_skips() -> None:
     """Infinite losses on one rank, in some iterations: exactly those steps are skipped, on all ranks."""
     oracle, ours = pair()
     plain = torch.optim.AdamW(oracle.parameters(), lr=0.01)
@@ -545,12 +544,8 @@ def _scales() -> tuple[list[float], list[float]]:
             assert torch.isfinite(a).all()
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=f"iteration {i}")
     assert handle.stats().num_updates == 6
-    return scales
-
-
-def test_loss_scaling_skips_exactly_the_steps_that_ddp_skips() -> None:
-    for theirs, ours in run_ranks(2, _scales):
-        assert ours == theirs
+    theirs, ours = scales
+    assert ours == theirs, (ours, theirs)
 
 
 @on_ranks(2)
@@ -710,8 +705,9 @@ class Tiny(nn.Module):
         return torch.cat(list(self.scales)).sum() * x.mean()
 
 
-def _overhead() -> dict[int, float]:
-    """Time of what we do for a bucket, without the optimizer's own step, by number of parameters in the bucket."""
+@on_ranks(2)
+def test_the_cost_of_a_bucket_does_not_grow_with_its_parameters() -> None:
+    """Time of what we do for a bucket, without the optimizer's own step."""
     from zerolap.runtime.native import NativeEngine
 
     class Idle(torch.optim.SGD):
@@ -744,9 +740,4 @@ def _overhead() -> dict[int, float]:
             backward(ddp, x)
         NativeEngine.on_bucket, NativeEngine._do = on_bucket, do  # type: ignore[method-assign]
         spent[num] = sorted(times[::2])[4] + sorted(times[1::2])[4]
-    return spent
-
-
-def test_the_cost_of_a_bucket_does_not_grow_with_its_parameters() -> None:
-    for spent in run_ranks(2, _overhead):
-        assert spent[5000] < 3 * spent[500] + 5e-4, spent
+    assert spent[5000] < 3 * spent[500] + 5e-4, spent

@@ -14,6 +14,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import zerolap
+from support.ranks import on_ranks
 from zerolap_conformance.ranks import run_ranks
 from zerolap_cpu_gloo import CpuGlooAdapter
 
@@ -94,44 +95,39 @@ def test_every_try_is_an_update_like_any_other(
     assert [result[3] for result in results[1:]] == [[]], "one rank tells"
 
 
-def _compiled() -> set[str]:
+@on_ranks(2)
+def test_what_is_compiled_is_never_gathered_lazily() -> None:
     both, handle = _pair({}, {})
     runs = [(torch.compile(ddp, backend="eager"), optimizer) for ddp, optimizer in both]
-    seen = set()
     for iteration in range(MOST_ITERATIONS):
         for run, optimizer in runs:
             optimizer.zero_grad()
             run(_batch(iteration)).square().mean().backward()
             optimizer.step()
-        seen.add(handle.gather)
+        assert handle.gather == "eager", iteration
         assert _same(both)
         if handle.is_tuned:
-            return seen
+            return
     raise AssertionError("never tuned")
 
 
-def test_what_is_compiled_is_never_gathered_lazily() -> None:
-    assert run_ranks(2, _compiled) == [{"eager"}, {"eager"}]
-
-
-def _joined() -> str:
+@on_ranks(2)
+def test_join_is_refused_until_it_is_tuned() -> None:
     both, _ = _pair({}, {})
     ddp, zero = both[1]
-    try:
+
+    def train() -> None:
         with Join([ddp]):
             for iteration in range(2):
                 zero.zero_grad()
                 ddp(_batch(iteration)).square().mean().backward()
-    except RuntimeError as error:
-        return str(error)
-    return "nothing"
+
+    with pytest.raises(RuntimeError, match=r"train without Join until handle\.is_tuned"):
+        train()
 
 
-def test_join_is_refused_until_it_is_tuned() -> None:
-    assert all("train without Join until handle.is_tuned" in said for said in run_ranks(2, _joined))
-
-
-def _copied() -> tuple[bool, bool]:
+@on_ranks(2)
+def test_a_copy_is_not_tuned_and_detach_ends_it() -> None:
     both, handle = _pair({}, {})
     ddp, zero = both[1]
     for iteration in range(3):
@@ -141,11 +137,8 @@ def _copied() -> tuple[bool, bool]:
     handle.finish()
     theirs = copy.deepcopy(ddp.module)(_batch(0))
     handle.detach()
-    return torch.equal(theirs, ddp.module(_batch(0))), handle.is_tuned
-
-
-def test_a_copy_is_not_tuned_and_detach_ends_it() -> None:
-    assert run_ranks(2, _copied) == [(True, True), (True, True)]
+    assert torch.equal(theirs, ddp.module(_batch(0)))
+    assert handle.is_tuned
 
 
 class _SetClock(CpuGlooAdapter):
@@ -157,7 +150,9 @@ class _SetClock(CpuGlooAdapter):
         return self.now
 
 
-def _tune_in_a_slow_phase(num_slow: int) -> float:
+@pytest.mark.parametrize("num_slow", [0, 38])
+@on_ranks(2)
+def test_a_slow_phase_while_it_tries_does_not_decide(num_slow: int) -> None:
     """Buckets of 0.02 MB are the fastest of those tried, but the first iterations of all take longer by 15 %."""
     adapter = _SetClock()
     both, handle = _pair({"bucket_cap_mb": 0.02}, {"adapter": adapter})
@@ -168,23 +163,13 @@ def _tune_in_a_slow_phase(num_slow: int) -> float:
         ddp(_batch(iteration)).square().mean().backward()
         zero.step()
         if handle.is_tuned:
-            return round(ddp.bucket_bytes_cap / 2**20, 2)
+            assert round(ddp.bucket_bytes_cap / 2**20, 2) == 0.02, ddp.bucket_bytes_cap
+            return
         adapter.now += seconds[round(ddp.bucket_bytes_cap / 2**20, 2)] * (1.15 if iteration < num_slow else 1)
     raise AssertionError("never tuned")
 
 
-@pytest.mark.parametrize("num_slow", [0, 38])
-def test_a_slow_phase_while_it_tries_does_not_decide(num_slow: int) -> None:
-    assert run_ranks(2, _tune_in_a_slow_phase, num_slow) == [0.02, 0.02]
-
-
-def _skipping() -> str:
-    try:
-        _pair({}, {"nonfinite": "skip"})
-    except ValueError as error:
-        return str(error)
-    return "nothing"
-
-
+@on_ranks(2)
 def test_what_needs_step_is_refused() -> None:
-    assert all('schedule="on_step"' in said for said in run_ranks(2, _skipping))
+    with pytest.raises(ValueError, match='schedule="on_step"'):
+        _pair({}, {"nonfinite": "skip"})

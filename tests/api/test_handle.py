@@ -23,7 +23,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import zerolap
 from support.ranks import on_ranks
 from support.training import Mlp, assert_same_params, backward, batches, iterate, overlapped, pair
-from zerolap_conformance.ranks import run_ranks
 from zerolap_cpu_gloo import CpuGlooAdapter
 
 ADAMW = {"lr": 0.01, "fused": False}
@@ -152,7 +151,9 @@ WAYS: list[dict[str, Any]] = [
 ] + [{"schedule": "auto"}]
 
 
-def _attach_and_detach(num_cycles: int) -> None:
+@on_ranks(2)
+def test_nothing_is_left_open_by_50_cycles_of_attaching_and_detaching() -> None:
+    num_cycles = 50
     ddp = DDP(Mlp(), bucket_cap_mb=0.004)
     zero = _zero(ddp)
     backward(ddp, next(batches(1)))
@@ -174,10 +175,6 @@ def _attach_and_detach(num_cycles: int) -> None:
         resident.append(_resident()[0])
     grown = (resident[-1] - resident[num_cycles // 2]) / num_cycles
     assert grown < 2**17, f"{grown:.0f} bytes a cycle are kept"
-
-
-def test_nothing_is_left_open_by_50_cycles_of_attaching_and_detaching() -> None:
-    run_ranks(2, _attach_and_detach, 50)
 
 
 def _own_hook(state: Any, bucket):  # type: ignore[no-untyped-def]
@@ -293,7 +290,24 @@ def _in_child(fn: Callable[[], object]) -> str:
     return said
 
 
-def _fork() -> list[str]:
+class Slow(CpuGlooAdapter):
+    """The last gathers take until they are told to end."""
+
+    may_end = threading.Event()
+    num_gathers = 0
+
+    def all_gather(self, *args: Any, **kwargs: Any) -> zerolap.Pending:
+        pending = super().all_gather(*args, **kwargs)
+        return zerolap.Pending([pending], tensors=(), what="a slow gather", finish=self._end)
+
+    def _end(self) -> None:
+        Slow.num_gathers += 1
+        if Slow.num_gathers > 6:
+            assert self.may_end.wait(100)
+
+
+@on_ranks(2, group_timeout=30)
+def test_a_forked_child_is_told_that_it_has_no_part_in_training() -> None:
     ddp = DDP(Mlp(), bucket_cap_mb=0.004)
     zero = _zero(ddp)
     handle = zerolap.attach(ddp, zero, gather="lazy", schedule="on_step", adapter=Slow())
@@ -316,29 +330,8 @@ def _fork() -> list[str]:
     alone = zerolap.ZeroRedundancyOptimizer(Mlp().parameters(), torch.optim.SGD, lr=0.1)
     said += [_in_child(alone.step), _in_child(alone.consolidate_state_dict)]
     iterate(ddp, zero, x)  # the parent goes on
-    return said
-
-
-class Slow(CpuGlooAdapter):
-    """The last gathers take until they are told to end."""
-
-    may_end = threading.Event()
-    num_gathers = 0
-
-    def all_gather(self, *args: Any, **kwargs: Any) -> zerolap.Pending:
-        pending = super().all_gather(*args, **kwargs)
-        return zerolap.Pending([pending], tensors=(), what="a slow gather", finish=self._end)
-
-    def _end(self) -> None:
-        Slow.num_gathers += 1
-        if Slow.num_gathers > 6:
-            assert self.may_end.wait(100)
-
-
-def test_a_forked_child_is_told_that_it_has_no_part_in_training() -> None:
-    for said in run_ranks(2, _fork, group_timeout=30):
-        for sentence in said:
-            assert sentence.startswith("ZerolapError: this process was forked"), said
+    for sentence in said:
+        assert sentence.startswith("ZerolapError: this process was forked"), said
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
@@ -358,7 +351,10 @@ def _reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def _memory(schedule: Any, gather: Any, shares_memory: bool) -> tuple[float, float, float]:
+@pytest.mark.parametrize("shares_memory", [False, True], ids=["messages", "shared-memory"])
+@pytest.mark.parametrize(("schedule", "gather"), [("interleaved", "eager"), ("on_step", "lazy")])
+@on_ranks(2)
+def test_peak_memory_is_within_one_bucket_of_the_plan(schedule: str, gather: str, shares_memory: bool) -> None:
     # Large blocks from the system and back to it, so that what is resident is what is in use.
     assert ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**16) == 1
     width, num_layers, bucket_mb = 1024, 24, 8
@@ -387,12 +383,6 @@ def _memory(schedule: Any, gather: Any, shares_memory: bool) -> tuple[float, flo
     # one for gradients and one for parameters that are shared; the other rank's are resident here, too. One for what finds no room.
     # Parameters only move to other memory.
     planned = 3 * 4 * numel / n + bucket * (5 if shares_memory else 1)
-    return (peak - before) / MB, planned / MB, bucket / MB
-
-
-@pytest.mark.parametrize("shares_memory", [False, True], ids=["messages", "shared-memory"])
-@pytest.mark.parametrize(("schedule", "gather"), [("interleaved", "eager"), ("on_step", "lazy")])
-def test_peak_memory_is_within_one_bucket_of_the_plan(schedule: str, gather: str, shares_memory: bool) -> None:
-    for grown, planned, bucket in run_ranks(2, _memory, schedule, gather, shares_memory):
-        seen = f"grew by {grown:.1f} MB; planned {planned:.1f} MB, a bucket has {bucket:.1f} MB"
-        assert 0.9 * planned < grown < planned + bucket, seen
+    grown, planned, bucket = (peak - before) / MB, planned / MB, bucket / MB
+    seen = f"grew by {grown:.1f} MB; planned {planned:.1f} MB, a bucket has {bucket:.1f} MB"
+    assert 0.9 * planned < grown < planned + bucket, seen

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer as Upstream
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import zerolap
+from support.ranks import on_ranks
 from support.training import HOOK_MAKERS, Mlp, assert_same_params, batches, iterate, overlapped, pair
 from zerolap_conformance.ranks import run_ranks
 
@@ -26,7 +26,8 @@ def _groups(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": params[:3], "weight_decay": 0.2}, {"params": iter(params[3:]), "lr": 0.004}]
 
 
-def _equals_plain() -> None:
+@on_ranks(2)
+def test_step_is_bitwise_the_plain_optimizers() -> None:
     for as_view in (False, True):
         for cls, defaults in ((torch.optim.AdamW, {"lr": 0.01}), (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})):
             oracle, ours = pair()
@@ -44,7 +45,8 @@ def _equals_plain() -> None:
                     scheduler.step()
 
 
-def _channels_last() -> None:
+@on_ranks(2)
+def test_memory_formats_are_kept() -> None:
     def make() -> nn.Module:
         return nn.Sequential(nn.Conv2d(3, 6, 3), nn.Conv2d(6, 2, 3)).to(memory_format=torch.channels_last)
 
@@ -59,7 +61,8 @@ def _channels_last() -> None:
             assert ours.module[0].weight.is_contiguous(memory_format=torch.channels_last)
 
 
-def _closures_and_kwargs() -> None:
+@on_ranks(2)
+def test_closures_and_keywords_reach_the_optimizers_step() -> None:
     class Loud(torch.optim.SGD):
         def step(self, closure: Any = None, *, said: list[str] | None = None) -> Any:
             if said is not None:
@@ -87,7 +90,8 @@ def _closures_and_kwargs() -> None:
     assert zero.param_groups[0]["added"] == 0.5, "what the optimizer adds to its groups is exposed"
 
 
-def _frozen_and_thawed() -> None:
+@on_ranks(2)
+def test_layers_may_be_frozen_and_thawed() -> None:
     for as_view in (False, True):
         oracle, ours = pair(find_unused_parameters=True)
         plain = torch.optim.AdamW(oracle.parameters(), weight_decay=0.3)
@@ -100,7 +104,8 @@ def _frozen_and_thawed() -> None:
             assert_same_params(ours, oracle, (as_view, i))
 
 
-def _groups_added() -> None:
+@on_ranks(4)
+def test_groups_may_be_added_later() -> None:
     for as_view in (False, True):
         oracle, ours = pair()
         theirs, mine = list(oracle.parameters()), list(ours.parameters())
@@ -119,7 +124,8 @@ def _groups_added() -> None:
         assert len(zero._all_params) == len(mine)
 
 
-def _partition_equals_upstreams() -> None:
+@on_ranks(4)
+def test_the_partition_is_upstreams() -> None:
     sizes = [[9, 7, 5, 3, 100, 1, 0, 3], [2, 2, 50, 4]]
     groups = [{"params": [nn.Parameter(torch.zeros(n)) for n in s]} for s in sizes]
     theirs = Upstream([dict(g) for g in groups], torch.optim.SGD, lr=0.1)
@@ -128,7 +134,8 @@ def _partition_equals_upstreams() -> None:
         assert {id(p) for p in a["params"]} == {id(p) for p in b["params"]}
 
 
-def _sub_group() -> None:
+@on_ranks(4)
+def test_a_group_of_some_ranks_is_sharded_among_them() -> None:
     group = dist.new_group([1, 3])
     if dist.get_rank() not in (1, 3):
         return
@@ -142,7 +149,8 @@ def _sub_group() -> None:
         assert_same_params(ours, oracle)
 
 
-def _more_ranks_than_parameters() -> None:
+@on_ranks(4)
+def test_there_may_be_more_ranks_than_parameters() -> None:
     oracle, ours = pair(lambda: nn.Linear(13, 2, bias=False))
     plain = torch.optim.SGD(oracle.parameters(), lr=0.1)
     zero = Zero(ours.parameters(), torch.optim.SGD, lr=0.1)
@@ -150,23 +158,6 @@ def _more_ranks_than_parameters() -> None:
         iterate(oracle, plain, x)
         iterate(ours, zero, x)
         assert_same_params(ours, oracle)
-
-
-CASES: dict[Callable[[], None], int] = {
-    _equals_plain: 2,
-    _channels_last: 2,
-    _closures_and_kwargs: 2,
-    _frozen_and_thawed: 2,
-    _groups_added: 4,
-    _partition_equals_upstreams: 4,
-    _sub_group: 4,
-    _more_ranks_than_parameters: 4,
-}
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__.strip("_"))
-def test_step_without_overlap(case: Callable[[], None]) -> None:
-    run_ranks(CASES[case], case)
 
 
 # --- Join: uneven inputs ----------------------------------------------------------------------------------------------
@@ -227,13 +218,9 @@ def test_join_under_overlap_equals_ddp_and_plain(which: int) -> None:
     assert all(result == results[0] for result in results)
 
 
-def _join_in_the_wrong_order() -> str:
+@on_ranks(1)
+def test_join_with_the_optimizer_first_is_refused_under_overlap() -> None:
     ddp = DDP(Mlp())
     zero = overlapped(ddp, ddp.parameters(), torch.optim.SGD, lr=0.1)
     with Join([zero, ddp], enable=True), pytest.raises(RuntimeError, match="give DDP to Join before the optimizer"):
         zero.step()
-    return "refused"
-
-
-def test_join_with_the_optimizer_first_is_refused_under_overlap() -> None:
-    assert run_ranks(1, _join_in_the_wrong_order) == ["refused"]

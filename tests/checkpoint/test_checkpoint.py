@@ -24,6 +24,7 @@ from torch import Tensor, nn
 import zerolap
 from support import ROOT
 from support.checkpoints import ADAMW, assert_same, batch, make, snapshot, train
+from support.ranks import on_ranks
 from support.training import Mlp
 from zerolap import checkpoint
 from zerolap.checkpoint import convert
@@ -233,7 +234,9 @@ def test_plain_calls_of_torch_distributed_checkpoint(tmp_path: Path) -> None:
 # --- whole or absent --------------------------------------------------------------------------------------------------
 
 
-def _retention(folder: str) -> None:
+@on_ranks(2)
+def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     ddp, zero = make({})
     for step in range(6):
         train(ddp, zero, step, step + 1)
@@ -247,10 +250,6 @@ def _retention(folder: str) -> None:
     assert checkpoint.steps(folder) == [4, 5]
     assert os.readlink(Path(folder, "latest")) == "step-000000005"
     assert sorted(path.name for path in Path(folder).iterdir()) == ["latest", "step-000000004", "step-000000005"]
-
-
-def test_only_the_newest_are_kept(tmp_path: Path) -> None:
-    run_ranks(2, _retention, str(tmp_path))
 
 
 def _async_copies(folder: str) -> tuple[bytes | None, bytes | None]:
@@ -515,7 +514,9 @@ def test_what_is_missing_may_be_left_as_it_is(tmp_path: Path) -> None:
     assert run_ranks(2, _not_strict, str(tmp_path)) == [(True, True)] * 2
 
 
-def _refused(folder: str) -> None:
+@on_ranks(2)
+def test_what_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     ddp, zero = make({})
     with pytest.raises(FileNotFoundError, match="no whole checkpoint"):
         checkpoint.load(folder, ddp, zero)
@@ -524,10 +525,6 @@ def _refused(folder: str) -> None:
     with pytest.raises((ValueError, zerolap.ZerolapError), match="at least 1"):
         checkpoint.save(folder, ddp, zero, step=1, keep=0)
     assert not list(Path(folder).glob("step*"))
-
-
-def test_what_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
-    run_ranks(2, _refused, str(tmp_path))
 
 
 # --- single files -----------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 import zerolap
 from support import ROOT
 from support.checkpoints import ADAMW, SECONDS, assert_same, make, short_of_patience, snapshot, train
+from support.ranks import on_ranks
 from support.training import Mlp
 from zerolap import checkpoint
 from zerolap.checkpoint import convert
@@ -88,21 +89,23 @@ def test_the_latest_is_the_one_written_last_for_load_link_and_keep(tmp_path: Pat
     }
 
 
-def _keep_after_rollback(folder: str) -> tuple[list[int], int, str]:
+@on_ranks(2)
+def test_keep_never_removes_what_was_just_written(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     ddp, zero = make({"overlap": "none"})
     for step in (100, 200, 300):
         checkpoint.save(folder, ddp, zero, step=step, keep=3)
     checkpoint.load(folder, ddp, zero, step=100)
     checkpoint.save(folder, ddp, zero, step=120, keep=2)
-    return checkpoint.steps(folder), checkpoint.load(folder, ddp, zero).step, os.readlink(f"{folder}/latest")
+    assert checkpoint.steps(folder) == [120, 300]
+    assert checkpoint.load(folder, ddp, zero).step == 120
+    assert os.readlink(f"{folder}/latest") == "step-000000120"
 
 
-def test_keep_never_removes_what_was_just_written(tmp_path: Path) -> None:
-    assert run_ranks(2, _keep_after_rollback, str(tmp_path)) == [([120, 300], 120, "step-000000120")] * 2
-
-
-def _older_version(folder: str) -> tuple[int, list[int]]:
+@on_ranks(1)
+def test_checkpoints_of_older_versions_are_ordered_by_step(tmp_path: Path) -> None:
     """Manifests of a version that did not say when they were written: older than all that do, and ordered by their steps."""
+    folder = str(tmp_path)
     ddp, zero = make({"overlap": "none"})
     for step in (3, 20, 10):
         checkpoint.save(folder, ddp, zero, step=step)
@@ -113,17 +116,16 @@ def _older_version(folder: str) -> tuple[int, list[int]]:
     Path(folder, "latest").unlink()
     newest = checkpoint.load(folder, ddp, zero).step
     checkpoint.save(folder, ddp, zero, step=5, keep=2)
-    return newest, checkpoint.steps(folder)
-
-
-def test_checkpoints_of_older_versions_are_ordered_by_step(tmp_path: Path) -> None:
-    assert run_ranks(1, _older_version, str(tmp_path)) == [(20, [5, 20])]
+    assert newest == 20, newest
+    assert checkpoint.steps(folder) == [5, 20]
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------
 
 
-def _odd_arguments(folder: str) -> dict[str, str]:
+@on_ranks(2)
+def test_odd_steps_and_keeps_are_refused_on_all_ranks_before_anything_is_written(tmp_path: Path) -> None:
+    folder = str(tmp_path / "run")
     ddp, zero = make({"overlap": "none"})
     said = {}
     cases: dict[str, dict[str, Any]] = {
@@ -157,19 +159,16 @@ def _odd_arguments(folder: str) -> dict[str, str]:
     with pytest.raises((TypeError, zerolap.ZerolapError), match="whole number"):
         checkpoint.load(folder, ddp, zero, step=True if dist.get_rank() else 4)
     assert checkpoint.steps(folder) == [4, 9]
-    return said
-
-
-def test_odd_steps_and_keeps_are_refused_on_all_ranks_before_anything_is_written(tmp_path: Path) -> None:
-    for rank, said in enumerate(run_ranks(2, _odd_arguments, str(tmp_path / "run"))):
-        for name, message in said.items():
-            assert message.startswith(("ValueError", "TypeError", "CheckpointError")), (rank, name, message)
+    for name, message in said.items():
+        assert message.startswith(("ValueError", "TypeError", "CheckpointError")), (name, message)
 
 
 # --- what is the user's, and what another job's -----------------------------------------------------------------------
 
 
-def _beside_others(folder: str) -> list[str]:
+@on_ranks(2)
+def test_what_is_the_users_neither_breaks_a_save_nor_goes(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     theirs = {
         "notes.partial": b"mine",
         "step-000000001.partial/data": b"mine",
@@ -193,11 +192,8 @@ def _beside_others(folder: str) -> list[str]:
         assert Path(folder, name).read_bytes() == data, name
     assert checkpoint.steps(folder) == [9]
     assert checkpoint.load(folder, ddp, zero).step == 9
-    return sorted(name for name in os.listdir(folder) if name not in {each.split("/")[0] for each in theirs})
-
-
-def test_what_is_the_users_neither_breaks_a_save_nor_goes(tmp_path: Path) -> None:
-    assert run_ranks(2, _beside_others, str(tmp_path)) == [["latest", "step-000000009"]] * 2
+    ours = sorted(set(os.listdir(folder)) - {name.split("/")[0] for name in theirs})
+    assert ours == ["latest", "step-000000009"], ours
 
 
 class _Constant(Mlp):
@@ -250,10 +246,15 @@ def test_two_jobs_in_one_folder_never_mix_their_files(tmp_path: Path) -> None:
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
-def _fails_then_works(folder: str, error: str, failing: list[int]) -> list[str]:
+@pytest.mark.parametrize(("error", "failing"), [("ENOSPC", [1]), ("EIO", [0, 1]), ("EROFS", [0])])
+@on_ranks(2)
+def test_a_failed_save_is_our_error_on_all_ranks_and_the_next_one_works(
+    tmp_path: Path, error: str, failing: list[int]
+) -> None:
     """Saves that fail on some ranks, and one after each that must not."""
     from torch.distributed.checkpoint import filesystem
 
+    folder = str(tmp_path)
     ddp, zero = make({"overlap": "none"})
     train(ddp, zero, 0, 1)
     checkpoint.save(folder, ddp, zero, step=0)
@@ -285,23 +286,18 @@ def _fails_then_works(folder: str, error: str, failing: list[int]) -> list[str]:
         assert not list(Path(folder).glob("*.partial")), "a full disk is not kept full"
         assert how(step) == checkpoint.path_of(folder, step), "the next save, of the same step, works"
     assert checkpoint.load(folder, ddp, zero).step == step
-    return said
+    for line in said:
+        assert "CheckpointError: " in line, line
+        assert os.strerror(getattr(errno, error)) in line, line
+        assert f"rank {failing[0]}: " in line, line
 
 
-@pytest.mark.parametrize(("error", "failing"), [("ENOSPC", [1]), ("EIO", [0, 1]), ("EROFS", [0])])
-def test_a_failed_save_is_our_error_on_all_ranks_and_the_next_one_works(
-    tmp_path: Path, error: str, failing: list[int]
-) -> None:
-    for rank, said in enumerate(run_ranks(2, _fails_then_works, str(tmp_path), error, failing)):
-        for line in said:
-            assert "CheckpointError: " in line, (rank, line)
-            assert os.strerror(getattr(errno, error)) in line, (rank, line)
-            assert f"rank {failing[0]}: " in line, (rank, line)
-
-
-def _no_room(folder: str) -> list[str]:
+@on_ranks(2)
+def test_files_that_the_system_cuts_short_are_an_error(tmp_path: Path) -> None:
+    """By a limit on the size of files: as real as a full disk."""
     import resource
 
+    folder = str(tmp_path)
     ddp, zero = make({"overlap": "none"})
     train(ddp, zero, 0, 1)
     said = []
@@ -318,17 +314,13 @@ def _no_room(folder: str) -> list[str]:
         assert os.listdir(folder) == []
     checkpoint.save(folder, ddp, zero, step=1)
     assert checkpoint.load(folder, ddp, zero).step == 1
-    return said
+    assert len(said) == 2, said
+    assert all(line.startswith("CheckpointError: ") and "could not be written" in line for line in said), said
 
 
-def test_files_that_the_system_cuts_short_are_an_error(tmp_path: Path) -> None:
-    """By a limit on the size of files: as real as a full disk."""
-    for said in run_ranks(2, _no_room, str(tmp_path)):
-        assert len(said) == 2, said
-        assert all(line.startswith("CheckpointError: ") and "could not be written" in line for line in said), said
-
-
-def _unseen_error(folder: str) -> tuple[str, list[int]]:
+@on_ranks(2)
+def test_an_error_that_was_not_seen_is_a_warning_of_the_next_save_which_is_made(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     ddp, zero = make({"overlap": "none"})
     blocker = Path(folder, "file")
     if dist.get_rank() == 0:
@@ -343,13 +335,9 @@ def _unseen_error(folder: str) -> tuple[str, list[int]]:
             seen.wait()
     assert seen.is_done()
     checkpoint.async_save(Path(folder, "good"), ddp, zero, step=4).wait()  # a warning would be an error here
-    return str(caught[0].message), checkpoint.steps(Path(folder, "good"))
-
-
-def test_an_error_that_was_not_seen_is_a_warning_of_the_next_save_which_is_made(tmp_path: Path) -> None:
-    for said, steps in run_ranks(2, _unseen_error, str(tmp_path)):
-        assert "step-000000001 could not be written" in said
-        assert steps == [2, 4]
+    said, steps = str(caught[0].message), checkpoint.steps(Path(folder, "good"))
+    assert "step-000000001 could not be written" in said, said
+    assert steps == [2, 4], steps
 
 
 def _interrupted(folder: str, kind: str) -> str:
@@ -436,10 +424,12 @@ def test_a_rank_that_is_stopped_ends_the_wait_within_the_groups_timeout(tmp_path
     assert held == "[0]"
 
 
-def _slow_disk(folder: str) -> list[str]:
+@on_ranks(2)
+def test_a_file_system_that_hangs_ends_the_wait_too(tmp_path: Path) -> None:
     """A file system that hangs on one rank: there is no collective whose timeout would end the wait."""
     from torch.distributed.checkpoint import filesystem
 
+    folder = str(tmp_path)
     from zerolap.checkpoint import writer as module
 
     module._GRACE_SECONDS = 1.0
@@ -462,20 +452,18 @@ def _slow_disk(folder: str) -> list[str]:
     Path(folder, "go").touch()
     until(saving.is_done)
     filesystem.os.fsync = fsync  # type: ignore[attr-defined]
-    return said
+    short, long = said
+    assert "step-000000001 is not written yet: " in short, short
+    assert "step-000000001" in long, long
+    if dist.get_rank() == 0:  # the other one is ended by its group
+        assert "is not written yet: writing " in long, long
 
 
-def test_a_file_system_that_hangs_ends_the_wait_too(tmp_path: Path) -> None:
-    for rank, (short, long) in enumerate(run_ranks(2, _slow_disk, str(tmp_path))):
-        assert "step-000000001 is not written yet: " in short, rank
-        assert "step-000000001" in long, rank
-        if rank == 0:  # the other one is ended by its group
-            assert "is not written yet: writing " in long
-
-
-def _groups_of_saves(folder: str) -> tuple[float, list[bool], list[str], list[int]]:
+@on_ranks(2)
+def test_background_saves_have_the_optimizers_timeout_and_another_group_after_it_has_struck(tmp_path: Path) -> None:
     from torch.distributed.checkpoint import filesystem
 
+    folder = str(tmp_path)
     group, model, zero = short_of_patience(folder)
     fsync, groups, said = os.fsync, [checkpoint._groups[group]], []
     blocker, failed = Path(folder, "blocker"), Path(folder, "failed")
@@ -500,12 +488,10 @@ def _groups_of_saves(folder: str) -> tuple[float, list[bool], list[str], list[in
         dist.barrier()
     timeout = groups[-1]._get_backend(torch.device("cpu")).options._timeout.total_seconds()
     same = [groups[0] is groups[2], groups[2] is groups[3], groups[3] is groups[4]]
-    return timeout, same, said, checkpoint.steps(folder)
-
-
-def test_background_saves_have_the_optimizers_timeout_and_another_group_after_it_has_struck(tmp_path: Path) -> None:
-    for said in run_ranks(2, _groups_of_saves, str(tmp_path)):
-        assert said == (SECONDS, [True, True, False], ["failed", "saved", "failed", "saved"], [0, 2, 4])
+    assert timeout == SECONDS, timeout
+    assert same == [True, True, False], same
+    assert said == ["failed", "saved", "failed", "saved"], said
+    assert checkpoint.steps(folder) == [0, 2, 4]
 
 
 # --- other optimizers -------------------------------------------------------------------------------------------------
@@ -641,7 +627,9 @@ class _Nested(torch.optim.Optimizer):
             param.add_(param.grad, alpha=-0.1)
 
 
-def _resume_nested(folder: str) -> None:
+@on_ranks(2)
+def test_states_of_lists_and_dicts_come_back(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     kind = {"overlap": "none", "cls": _Nested, "options": {"lr": 0.1}}
     ddp, zero = make(kind)
     train(ddp, zero, 0, 2)
@@ -651,7 +639,3 @@ def _resume_nested(folder: str) -> None:
     for mine, theirs in zip(zero.optim.state.values(), loaded.optim.state.values(), strict=True):
         assert_same(dict(mine), dict(theirs))
     assert len(loaded.optim.state) > 0
-
-
-def test_states_of_lists_and_dicts_come_back(tmp_path: Path) -> None:
-    run_ranks(2, _resume_nested, str(tmp_path))

@@ -116,26 +116,23 @@ class Collecting(logging.Handler):
         self.lines.append(logging.Formatter("%(levelname)s %(rank)s %(message)s").format(record))
 
 
-def _logged(folder: str) -> list[str]:
+@on_ranks(2)
+def test_every_record_has_the_rank(tmp_path: Path) -> None:
     collecting = Collecting()
     logging.getLogger().addHandler(collecting)  # as an application's, which knows nothing of ranks
     logging.getLogger("zerolap").setLevel("INFO")
     ddp, zero, handle = _trained(2, schedule="on_step", nonfinite="skip")
-    with handle.trace(folder):
+    with handle.trace(tmp_path):
         iterate(ddp, zero, next(batches(1)))
     zero.zero_grad()
     (ddp(next(batches(1))).sum() * float("nan")).backward()
     zero.step()
     assert handle.stats().num_skipped == 1
-    return collecting.lines
-
-
-def test_every_record_has_the_rank(tmp_path: Path) -> None:
-    for rank, lines in enumerate(run_ranks(2, _logged, str(tmp_path))):
-        said = f"INFO {rank} attached: <zerolap.Handle: attached; schedule='on_step', gather='eager' (chosen), adapter='cpu_gloo', 2 ranks"
-        assert any(line.startswith(said) for line in lines), lines
-        assert any(line.startswith(f"INFO {rank} ") and "% of communication hidden" in line for line in lines), lines
-        assert any(line.startswith(f"WARNING {rank} ") and line.endswith("it was skipped") for line in lines), lines
+    lines, rank = collecting.lines, dist.get_rank()
+    said = f"INFO {rank} attached: <zerolap.Handle: attached; schedule='on_step', gather='eager' (chosen), adapter='cpu_gloo', 2 ranks"
+    assert any(line.startswith(said) for line in lines), lines
+    assert any(line.startswith(f"INFO {rank} ") and "% of communication hidden" in line for line in lines), lines
+    assert any(line.startswith(f"WARNING {rank} ") and line.endswith("it was skipped") for line in lines), lines
 
 
 def test_nothing_is_printed_unless_asked_for(

@@ -210,12 +210,14 @@ def _same_numbers(schedule: Any, gather: Any, gather_dtype: torch.dtype | None) 
 
 
 @pytest.mark.parametrize(("schedule", "gather"), WAYS)
+@on_ranks(2)
 def test_what_is_traced_has_the_same_numbers(schedule: str, gather: str) -> None:
-    run_ranks(2, _same_numbers, schedule, gather, None)
+    _same_numbers(schedule, gather, None)
 
 
+@on_ranks(2)
 def test_a_gather_that_ends_by_a_copy_can_be_traced() -> None:
-    run_ranks(2, _same_numbers, "interleaved", "lazy", torch.bfloat16)
+    _same_numbers("interleaved", "lazy", torch.bfloat16)
 
 
 @on_ranks(2)

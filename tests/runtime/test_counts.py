@@ -22,6 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import zerolap
 import zerolap_cpu_gloo
+from support.ranks import on_ranks
 from zerolap_conformance.ranks import run_ranks
 from zerolap_cpu_gloo import CpuGlooAdapter
 
@@ -110,11 +111,13 @@ def test_an_update_takes_two_collectives_a_bucket_and_no_more_bytes_than_it_must
         assert num_bytes == pytest.approx(NUM_UPDATES * 2 * param_bytes * (num_ranks - 1) / num_ranks, rel=1e-3)
 
 
-def _operations(schedule: str, gather: str, shares_memory: bool) -> tuple[dict[str, int], dict[str, int], int]:
-    """How often each operation was run in some updates, with DDP + fused AdamW and attached."""
+@pytest.mark.parametrize("shares_memory", [False, True], ids=["messages", "shared-memory"])
+@pytest.mark.parametrize(("schedule", "gather"), [("interleaved", "eager"), ("on_step", "lazy")])
+@on_ranks(2)
+def test_nothing_is_copied_that_plain_ddp_does_not_copy(schedule: str, gather: str, shares_memory: bool) -> None:
     plain = _model()
     ddp, optimizer, handle = _attached(schedule, gather, CpuGlooAdapter(shares_memory=shares_memory))
-    counts = []
+    counts = []  # how often each operation was run in some updates, with DDP + fused AdamW and attached
     for model, its_optimizer in ((plain, torch.optim.AdamW(plain.parameters(), lr=1e-3, fused=True)), (ddp, optimizer)):
         _train(model, its_optimizer, 3)
         handle.finish()
@@ -123,21 +126,15 @@ def _operations(schedule: str, gather: str, shares_memory: bool) -> tuple[dict[s
             _train(model, its_optimizer, NUM_UPDATES)
             handle.finish()
         counts.append({event.key: event.count for event in profiler.key_averages()})
-    return counts[0], counts[1], handle.stats().num_buckets
-
-
-@pytest.mark.parametrize("shares_memory", [False, True], ids=["messages", "shared-memory"])
-@pytest.mark.parametrize(("schedule", "gather"), [("interleaved", "eager"), ("on_step", "lazy")])
-def test_nothing_is_copied_that_plain_ddp_does_not_copy(schedule: str, gather: str, shares_memory: bool) -> None:
     # What the kernel copies for messages is not seen here. In shared memory it is: gradients go in and are added up where they are,
     # parameters go in and out.
     num_shared = 3 if shares_memory else 0
-    for plain, ours, num_buckets in run_ranks(2, _operations, schedule, gather, shares_memory):
-        allowed = {"aten::copy_": NUM_UPDATES * num_buckets * num_shared}
-        for copying in ("aten::copy_", "aten::cat", "aten::clone", "aten::_foreach_copy_"):
-            assert ours.get(copying, 0) <= plain.get(copying, 0) + allowed.get(copying, 0), copying
-        for once_a_bucket in ("aten::_fused_adamw_", "aten::add"):
-            assert 0 < ours[once_a_bucket] <= NUM_UPDATES * num_buckets + plain.get(once_a_bucket, 0), once_a_bucket
+    plain, ours, num_buckets = counts[0], counts[1], handle.stats().num_buckets
+    allowed = {"aten::copy_": NUM_UPDATES * num_buckets * num_shared}
+    for copying in ("aten::copy_", "aten::cat", "aten::clone", "aten::_foreach_copy_"):
+        assert ours.get(copying, 0) <= plain.get(copying, 0) + allowed.get(copying, 0), copying
+    for once_a_bucket in ("aten::_fused_adamw_", "aten::add"):
+        assert 0 < ours[once_a_bucket] <= NUM_UPDATES * num_buckets + plain.get(once_a_bucket, 0), once_a_bucket
 
 
 def _calls(schedule: str, gather: str, shares_memory: bool) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -23,7 +24,6 @@ from support.training import (
     overlapped,
     pair,
 )
-from zerolap_conformance.ranks import run_ranks
 from zerolap_cpu_gloo import CpuGlooAdapter
 
 CHANGED = "gradients were changed between backward and step()"
@@ -84,38 +84,38 @@ def _said(schedule: Any, change: Callable[[DDP], None], **options: Any) -> str:
     return ""
 
 
-def _sweep(**options: Any) -> dict[tuple[Any, str], str]:
-    changes = (_zero_one, _remove_one, _replace_one, _mask_a_row, _clip, _clip_nothing, _clear, _clear_in_place, _look)
-    return {
-        (schedule, change.__name__): _said(schedule, change, **options)
-        for schedule in ("interleaved", "after_backward", "on_step", 0, 1)
-        for change in changes
-    }
-
-
 @pytest.mark.parametrize("as_view", [False, True])
+@on_ranks(2)
 def test_any_gradient_that_is_changed_before_step_is_noticed(as_view: bool) -> None:
-    for said in run_ranks(2, _sweep, gradient_as_bucket_view=as_view):
-        for (schedule, change), message in said.items():
-            has_effect = change not in ("_look", "_clip_nothing", "_clear", "_clear_in_place")
-            # What would have been a step without gradients is none here, unless the update was in backward.
-            has_effect |= schedule == "on_step" and change in ("_clear", "_clear_in_place")
-            has_effect |= (
-                as_view and change == "_clip_nothing"
-            )  # a bucket that was written to has nothing to be compared with
-            assert (CHANGED in message) == has_effect, (schedule, change, message)
-            if has_effect and schedule == "on_step":
-                assert 'schedule="on_step"' not in message
-                assert "optimizer.clip_grad_norm_()" in message
-            elif has_effect:
-                assert 'schedule="on_step"' in message
+    changes = (_zero_one, _remove_one, _replace_one, _mask_a_row, _clip, _clip_nothing, _clear, _clear_in_place, _look)
+    for schedule, change in product(("interleaved", "after_backward", "on_step", 0, 1), changes):
+        message = _said(schedule, change, gradient_as_bucket_view=as_view)
+        has_effect = change not in (_look, _clip_nothing, _clear, _clear_in_place)
+        # What would have been a step without gradients is none here, unless the update was in backward.
+        has_effect |= schedule == "on_step" and change in (_clear, _clear_in_place)
+        has_effect |= (
+            as_view and change is _clip_nothing
+        )  # a bucket that was written to has nothing to be compared with
+        assert (CHANGED in message) == has_effect, (schedule, change, message)
+        if has_effect and schedule == "on_step":
+            assert 'schedule="on_step"' not in message, message
+            assert "optimizer.clip_grad_norm_()" in message, message
+        elif has_effect:
+            assert 'schedule="on_step"' in message, message
 
 
-def test_the_message_names_the_gradient() -> None:
-    for said in run_ranks(2, _said, "on_step", _remove_one):
-        assert "that of parameter 3, of shape (37,), was removed" in said
-    for said in run_ranks(2, _said, "on_step", _mask_a_row):
-        assert "that of parameter 0, of shape (40, 13), was changed" in said
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (_remove_one, "that of parameter 3, of shape (37,), was removed"),
+        (_mask_a_row, "that of parameter 0, of shape (40, 13), was changed"),
+    ],
+    ids=["removed", "changed"],
+)
+@on_ranks(2)
+def test_the_message_names_the_gradient(change: Callable[[DDP], None], words: str) -> None:
+    said = _said("on_step", change)
+    assert words in said, said
 
 
 @on_ranks(2)
@@ -150,7 +150,8 @@ class Looking(CpuGlooAdapter):
         super().release_memory()
 
 
-def _first_buckets() -> list[int]:
+@on_ranks(2)
+def test_buckets_that_ddp_has_given_up_are_not_kept_for_comparison() -> None:
     adapter = Looking()
     ddp = DDP(Mlp(), bucket_cap_mb=SMALL_BUCKETS)
     zero = zerolap.ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, overlap_with_ddp=True)
@@ -159,9 +160,4 @@ def _first_buckets() -> list[int]:
         iterate(ddp, zero, x)
         if i == 0:
             adapter.first = [weakref.ref(recorded.buffer) for recorded in handle._engine._layout]
-    return adapter.num_alive
-
-
-def test_buckets_that_ddp_has_given_up_are_not_kept_for_comparison() -> None:
-    for num_alive in run_ranks(2, _first_buckets):
-        assert num_alive[0] == 0
+    assert adapter.num_alive[0] == 0, adapter.num_alive

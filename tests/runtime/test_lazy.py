@@ -21,7 +21,7 @@ import zerolap
 from support.ranks import on_ranks
 from support.training import assert_same_params, backward, batches, iterate, pair
 from zerolap.backend.collectives import Parts, Pending
-from zerolap_conformance.ranks import run_ranks, try_ranks
+from zerolap_conformance.ranks import try_ranks
 from zerolap_cpu_gloo import CpuGlooAdapter
 
 SCHEDULES = ("interleaved", "after_backward", "on_step")
@@ -345,9 +345,10 @@ def _compile(what: Any) -> Any:
     return torch.compile(what, backend="eager")  # what a backend makes of the graph is no matter here
 
 
-def _error_of(fn: Callable[[], object]) -> str:
+def _error_of(program: Callable[[str], object], way: str) -> str:
+    torch._dynamo.reset()
     try:
-        fn()
+        program(way)
     except (ValueError, RuntimeError) as error:
         return str(error)
     return ""
@@ -389,11 +390,12 @@ def _compile_before(way: str) -> None:
     zerolap.attach(ddp, zero, schedule="auto" if way == "model" else "on_step", gather="lazy")
 
 
+@on_ranks(2)
 def test_lazy_gathers_of_what_is_compiled_are_refused_by_attach_on_all_ranks() -> None:
-    for errors in run_ranks(2, _errors_of, _compile_before, list(BEFORE)):
-        for way, error in errors.items():
-            assert 'use gather="eager" with torch.compile' in error, (way, error)
-            assert f"which is {BEFORE[way]}" in error, (way, error)
+    for way, what in BEFORE.items():
+        error = _error_of(_compile_before, way)
+        assert 'use gather="eager" with torch.compile' in error, (way, error)
+        assert f"which is {what}" in error, (way, error)
 
 
 AFTER = ("ddp", "ddp, called before", "ddp.compile", "model.compile", "block", "block.compile", "function")
@@ -426,26 +428,17 @@ def _compile_after(way: str) -> None:
     iterate(called, zero, torch.zeros(5, 13))
 
 
+@on_ranks(2)
 def test_lazy_gathers_are_refused_by_the_first_forward_of_what_was_compiled_later() -> None:
-    for errors in run_ranks(2, _without_ddp_optimizer, _errors_of, _compile_after, list(AFTER)):
-        for way, error in errors.items():
-            assert 'use gather="eager" with torch.compile' in error, (way, error)
-
-
-def _errors_of(program: Callable[[str], None], ways: list[str]) -> dict[str, str]:
-    errors = {}
-    for way in ways:
-        torch._dynamo.reset()
-        errors[way] = _error_of(partial(program, way))
-    return errors
-
-
-def _without_ddp_optimizer(fn: Callable[..., Any], *args: Any) -> Any:
     torch._dynamo.config.optimize_ddp = False  # it takes no buckets as small as the tests'
-    return fn(*args)
+    for way in AFTER:
+        error = _error_of(_compile_after, way)
+        assert 'use gather="eager" with torch.compile' in error, (way, error)
 
 
-def _compiled_borrower() -> None:
+@on_ranks(2)
+def test_a_compiled_function_that_uses_a_weight_without_its_module_waits_for_it() -> None:
+    torch._dynamo.config.optimize_ddp = False  # it takes no buckets as small as the tests'
     models = []
     for lazy in (False, True):
         torch.manual_seed(0)
@@ -463,11 +456,9 @@ def _compiled_borrower() -> None:
     assert_same_params(models[1], models[0])
 
 
-def test_a_compiled_function_that_uses_a_weight_without_its_module_waits_for_it() -> None:
-    run_ranks(2, _without_ddp_optimizer, _compiled_borrower)
-
-
-def _auto_compiled_later() -> None:
+@on_ranks(2)
+def test_auto_leaves_lazy_gathers_out_where_a_module_was_compiled_after_attach() -> None:
+    torch._dynamo.config.optimize_ddp = False  # it takes no buckets as small as the tests'
     ddp = DDP(Blocks(), bucket_cap_mb=0.004)
     zero = zerolap.ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.01)
     handle = zerolap.attach(ddp, zero, schedule="auto")
@@ -478,10 +469,6 @@ def _auto_compiled_later() -> None:
         if handle.is_tuned:
             return
     raise AssertionError("not tuned after 100 iterations")
-
-
-def test_auto_leaves_lazy_gathers_out_where_a_module_was_compiled_after_attach() -> None:
-    run_ranks(2, _without_ddp_optimizer, _auto_compiled_later)
 
 
 @pytest.mark.parametrize("kind", ["scripted", "traced"])

@@ -26,24 +26,21 @@ HALVES = (torch.bfloat16, torch.float16)
 # --- fused implementations ----------------------------------------------------------------------------------------------
 
 
-def _train_in_halves(cls: Any, defaults: dict[str, Any]) -> None:
+@pytest.mark.parametrize("defaults", [{"lr": 0.05}, {"lr": 0.05, "momentum": 0.9}], ids=["plain", "momentum"])
+@on_ranks(2)
+def test_sgd_trains_in_16_bits_as_the_plain_one_does(defaults: dict[str, Any]) -> None:
     for dtype in HALVES:
         oracle, ours = pair(lambda dtype=dtype: Mlp(dtype))
         start = [param.detach().clone() for param in oracle.parameters()]
-        plain = cls(oracle.parameters(), **defaults)
-        zero = zerolap.ZeroRedundancyOptimizer(ours.parameters(), cls, overlap_with_ddp=True, **defaults)
+        plain = torch.optim.SGD(oracle.parameters(), **defaults)
+        zero = zerolap.ZeroRedundancyOptimizer(ours.parameters(), torch.optim.SGD, overlap_with_ddp=True, **defaults)
         zerolap.attach(ours, zero)
         for x in batches(4, dtype=dtype):
             iterate(oracle, plain, x)
             iterate(ours, zero, x)
-        assert_same_params(ours, oracle, (cls, dtype))
+        assert_same_params(ours, oracle, dtype)
         moved = sum(int((a != b).sum()) for a, b in zip(start, oracle.parameters(), strict=True))
         assert moved > 0.5 * sum(param.numel() for param in start), "the oracle trains"
-
-
-def test_sgd_trains_in_16_bits_as_the_plain_one_does() -> None:
-    run_ranks(2, _train_in_halves, torch.optim.SGD, {"lr": 0.05})
-    run_ranks(2, _train_in_halves, torch.optim.SGD, {"lr": 0.05, "momentum": 0.9})
 
 
 def _chosen_fused(cls: Any, dtype: torch.dtype, defaults: dict[str, Any], **options: Any) -> Any:
@@ -57,9 +54,10 @@ class Own(torch.optim.AdamW):
     """A subclass, which may do anything with its options."""
 
 
-def _chosen() -> dict[str, Any]:
+@on_ranks(2)
+def test_fused_is_the_default_where_it_gives_the_same() -> None:
     sgd, adamw = torch.optim.SGD, torch.optim.AdamW
-    return {
+    chosen = {
         "in full precision": _chosen_fused(adamw, torch.float32, {"lr": 1e-3}),
         "by masters": _chosen_fused(sgd, torch.bfloat16, {"lr": 0.1}, master_weights=True),
         "16 bits": _chosen_fused(sgd, torch.bfloat16, {"lr": 0.1}),
@@ -68,30 +66,23 @@ def _chosen() -> dict[str, Any]:
         "foreach": _chosen_fused(adamw, torch.float32, {"lr": 1e-3, "foreach": True}),
         "another class": _chosen_fused(Own, torch.float32, {"lr": 1e-3}),
     }
+    assert chosen == {
+        "in full precision": True,
+        "by masters": True,
+        "16 bits": None,
+        "a small rate": None,
+        "as the user says": False,
+        "foreach": None,
+        "another class": None,
+    }, chosen
 
 
-def test_fused_is_the_default_where_it_gives_the_same() -> None:
-    for chosen in run_ranks(2, _chosen):
-        assert chosen == {
-            "in full precision": True,
-            "by masters": True,
-            "16 bits": None,
-            "a small rate": None,
-            "as the user says": False,
-            "foreach": None,
-            "another class": None,
-        }
-
-
-def _one_rank_disagrees() -> Any:
+@on_ranks(3)
+def test_all_ranks_use_what_all_of_them_have_found() -> None:
     if dist.get_rank() == 1:
         module: Any = importlib.import_module("zerolap.api.attach")
         module.fused_is_same = lambda *args, **kwargs: False
-    return _chosen_fused(torch.optim.AdamW, torch.float32, {"lr": 1e-3})
-
-
-def test_all_ranks_use_what_all_of_them_have_found() -> None:
-    assert run_ranks(3, _one_rank_disagrees) == [None] * 3
+    assert _chosen_fused(torch.optim.AdamW, torch.float32, {"lr": 1e-3}) is None
 
 
 # --- cuts ---------------------------------------------------------------------------------------------------------------
@@ -148,8 +139,8 @@ def test_shards_are_bitwise_the_whole_for_any_number_of_threads(num_threads: int
         assert is_even == (num_threads == 1 or "float32" in name or "AdamW" in name), (name, one, other)
 
 
-def _found_by_trying() -> list[str]:
-    """What the probe finds of torch's own classes, compared with the table."""
+@on_ranks(1)
+def test_the_table_of_known_classes_is_what_trying_them_finds() -> None:
     torch.set_num_threads(1)
     wrong = []
     params = [nn.Parameter(torch.randn(shape)) for shape in ((64, 31), (9,), (5, 80))]
@@ -168,11 +159,7 @@ def _found_by_trying() -> list[str]:
             cuts = optimizer_facts.exact_cuts(factory, cast, cut=64, stepped_as=lambda dtype: dtype)
             if (cuts[dtype] == 64) != (cls in optimizer_facts._ELEMENTWISE):
                 wrong.append(f"{cls.__name__} {dtype}: {cuts}")
-    return wrong
-
-
-def test_the_table_of_known_classes_is_what_trying_them_finds() -> None:
-    assert run_ranks(1, _found_by_trying) == [[]]
+    assert wrong == [], wrong
 
 
 class SaysItIsElementwise(torch.optim.SGD):
@@ -201,9 +188,9 @@ class IsElementwise(torch.optim.SGD):
                     param.sub_(moment.sign() * group["lr"])
 
 
-def _claims() -> list[bool]:
-    """Of each class, whether this rank has a part of a parameter."""
-    has_parts = []
+@on_ranks(2)
+def test_a_claim_to_be_elementwise_is_tried_before_it_is_believed() -> None:
+    has_parts = []  # of each class, whether this rank has a part of a parameter
     for cls in (SaysItIsElementwise, IsElementwise):
         oracle, ours = pair()
         plain = cls(oracle.parameters(), lr=0.01)
@@ -216,11 +203,7 @@ def _claims() -> list[bool]:
         sizes = [param.numel() for param in ours.parameters()]
         pieces = [piece for local in zero._book.locals for piece in local.pieces]
         has_parts.append(any(piece.stop - piece.start < sizes[piece.param] for piece in pieces))
-    return has_parts
-
-
-def test_a_claim_to_be_elementwise_is_tried_before_it_is_believed() -> None:
-    assert run_ranks(2, _claims) == [[False, True]] * 2
+    assert has_parts == [False, True], has_parts
 
 
 # --- what cannot be sharded, or moved -----------------------------------------------------------------------------------
@@ -291,7 +274,8 @@ def _refused(make: Callable[[], object]) -> str:
     return "accepted"
 
 
-def _inseparable() -> list[str]:
+@on_ranks(2)
+def test_a_class_with_a_number_over_all_parameters_is_refused_at_construction() -> None:
     said = []
     for kind in ("distance", "norm", "count"):
         for dtype in (torch.float32, torch.bfloat16):
@@ -304,16 +288,12 @@ def _inseparable() -> list[str]:
                         )
                     )
                 )
-    return said
+    for message in said:
+        assert "OverAll cannot be sharded: its update of one parameter depends on others" in message, message
 
 
-def test_a_class_with_a_number_over_all_parameters_is_refused_at_construction() -> None:
-    for said in run_ranks(2, _inseparable):
-        for message in said:
-            assert "OverAll cannot be sharded: its update of one parameter depends on others" in message
-
-
-def _immovable() -> dict[str, list[str]]:
+@on_ranks(2)
+def test_states_that_cannot_be_moved_are_refused_when_overlap_begins() -> None:
     said: dict[str, list[str]] = {}
     for kind in ("subclass", "object", "hidden"):
         for attach in (zerolap.attach, *HOOK_MAKERS):
@@ -327,20 +307,16 @@ def _immovable() -> dict[str, list[str]]:
         zero = zerolap.ZeroRedundancyOptimizer(plain.parameters(), Immovable, lr=0.1, kind=kind)
         backward(plain, next(batches(1)))
         zero.step()  # states stay where they are
-    return said
+    for message in said["subclass"]:
+        assert "its 'moment' is no plain tensor but a AloneInItsState" in message, message
+    for message in said["object"]:
+        assert "the state of Immovable cannot be moved between ranks" in message, message
+    for message in said["hidden"]:
+        assert "it keeps something outside of its state" in message, message
 
 
-def test_states_that_cannot_be_moved_are_refused_when_overlap_begins() -> None:
-    for said in run_ranks(2, _immovable):
-        for message in said["subclass"]:
-            assert "its 'moment' is no plain tensor but a AloneInItsState" in message
-        for message in said["object"]:
-            assert "the state of Immovable cannot be moved between ranks" in message
-        for message in said["hidden"]:
-            assert "it keeps something outside of its state" in message
-
-
-def _complex() -> list[str]:
+@on_ranks(2)
+def test_complex_parameters_are_refused_under_overlap() -> None:
     said = []
     for overlap in (False, True):
         params = [nn.Parameter(torch.randn(3, dtype=torch.complex64))]
@@ -351,13 +327,9 @@ def _complex() -> list[str]:
                 )
             )
         )
-    return said
-
-
-def test_complex_parameters_are_refused_under_overlap() -> None:
-    for alone, overlapping in run_ranks(2, _complex):
-        assert alone == "accepted"
-        assert "complex parameters cannot be updated inside backward" in overlapping
+    alone, overlapping = said
+    assert alone == "accepted", alone
+    assert "complex parameters cannot be updated inside backward" in overlapping, overlapping
 
 
 @on_ranks(2)
