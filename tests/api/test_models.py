@@ -282,20 +282,20 @@ def test_training_is_bitwise_that_of_ddp_and_the_plain_optimizer(name: str) -> N
     run_ranks(CASES[name][0], _run_case, name)
 
 
+@pytest.mark.parametrize("hook_maker", HOOK_MAKERS)
 @on_ranks(3)
-def test_three_ranks_equal_ddp_with_the_same_hook() -> None:
+def test_three_ranks_equal_ddp_with_the_same_hook(hook_maker: Callable[..., Any]) -> None:
     """DDP without a hook multiplies by 1/3, the all-reduce hook divides by 3: the oracle needs the same hook."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-    for hook_maker in HOOK_MAKERS:
-        oracle, ddp = pair()
-        oracle.register_comm_hook(None, allreduce_hook)
-        plain = torch.optim.AdamW(oracle.parameters(), lr=0.02)
-        zero = overlapped(ddp, ddp.parameters(), torch.optim.AdamW, hook_maker=hook_maker, lr=0.02)
-        for x in batches(5):
-            iterate(oracle, plain, x)
-            iterate(ddp, zero, x)
-            assert_same_params(ddp, oracle)
+    oracle, ddp = pair()
+    oracle.register_comm_hook(None, allreduce_hook)
+    plain = torch.optim.AdamW(oracle.parameters(), lr=0.02)
+    zero = overlapped(ddp, ddp.parameters(), torch.optim.AdamW, hook_maker=hook_maker, lr=0.02)
+    for x in batches(5):
+        iterate(oracle, plain, x)
+        iterate(ddp, zero, x)
+        assert_same_params(ddp, oracle)
 
 
 def _state_is_sharded() -> tuple[int, int]:

@@ -26,39 +26,39 @@ def _groups(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": params[:3], "weight_decay": 0.2}, {"params": iter(params[3:]), "lr": 0.004}]
 
 
+@pytest.mark.parametrize("as_view", [False, True], ids=["own-memory", "bucket-view"])
 @on_ranks(2)
-def test_step_is_bitwise_the_plain_optimizers() -> None:
-    for as_view in (False, True):
-        for cls, defaults in ((torch.optim.AdamW, {"lr": 0.01}), (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})):
-            oracle, ours = pair()
-            plain = cls(_groups(oracle), **defaults)
-            zero = Zero(_groups(ours), cls, parameters_as_bucket_view=as_view, **defaults)
-            schedulers = [torch.optim.lr_scheduler.OneCycleLR(o, 0.05, total_steps=8) for o in (plain, zero)]
-            for i, x in enumerate(batches(5)):
-                if i == 3:  # a model moved or copied into other memory
-                    for p in ours.parameters():
-                        p.data = p.data.clone()
-                iterate(oracle, plain, x)
-                iterate(ours, zero, x)
-                assert_same_params(ours, oracle, (as_view, cls.__name__, i))
-                for scheduler in schedulers:
-                    scheduler.step()
+def test_step_is_bitwise_the_plain_optimizers(as_view: bool) -> None:
+    for cls, defaults in ((torch.optim.AdamW, {"lr": 0.01}), (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})):
+        oracle, ours = pair()
+        plain = cls(_groups(oracle), **defaults)
+        zero = Zero(_groups(ours), cls, parameters_as_bucket_view=as_view, **defaults)
+        schedulers = [torch.optim.lr_scheduler.OneCycleLR(o, 0.05, total_steps=8) for o in (plain, zero)]
+        for i, x in enumerate(batches(5)):
+            if i == 3:  # a model moved or copied into other memory
+                for p in ours.parameters():
+                    p.data = p.data.clone()
+            iterate(oracle, plain, x)
+            iterate(ours, zero, x)
+            assert_same_params(ours, oracle, (as_view, cls.__name__, i))
+            for scheduler in schedulers:
+                scheduler.step()
 
 
+@pytest.mark.parametrize("as_view", [False, True], ids=["own-memory", "bucket-view"])
 @on_ranks(2)
-def test_memory_formats_are_kept() -> None:
+def test_memory_formats_are_kept(as_view: bool) -> None:
     def make() -> nn.Module:
         return nn.Sequential(nn.Conv2d(3, 6, 3), nn.Conv2d(6, 2, 3)).to(memory_format=torch.channels_last)
 
-    for as_view in (False, True):
-        oracle, ours = pair(make)
-        plain = torch.optim.AdamW(oracle.parameters())
-        zero = Zero(ours.parameters(), torch.optim.AdamW, parameters_as_bucket_view=as_view)
-        for x in batches(3, (2, 3, 7, 7)):
-            iterate(oracle, plain, x)
-            iterate(ours, zero, x)
-            assert_same_params(ours, oracle, as_view)
-            assert ours.module[0].weight.is_contiguous(memory_format=torch.channels_last)
+    oracle, ours = pair(make)
+    plain = torch.optim.AdamW(oracle.parameters())
+    zero = Zero(ours.parameters(), torch.optim.AdamW, parameters_as_bucket_view=as_view)
+    for x in batches(3, (2, 3, 7, 7)):
+        iterate(oracle, plain, x)
+        iterate(ours, zero, x)
+        assert_same_params(ours, oracle, as_view)
+        assert ours.module[0].weight.is_contiguous(memory_format=torch.channels_last)
 
 
 @on_ranks(2)
@@ -90,38 +90,38 @@ def test_closures_and_keywords_reach_the_optimizers_step() -> None:
     assert zero.param_groups[0]["added"] == 0.5, "what the optimizer adds to its groups is exposed"
 
 
+@pytest.mark.parametrize("as_view", [False, True], ids=["own-memory", "bucket-view"])
 @on_ranks(2)
-def test_layers_may_be_frozen_and_thawed() -> None:
-    for as_view in (False, True):
-        oracle, ours = pair(find_unused_parameters=True)
-        plain = torch.optim.AdamW(oracle.parameters(), weight_decay=0.3)
-        zero = Zero(ours.parameters(), torch.optim.AdamW, parameters_as_bucket_view=as_view, weight_decay=0.3)
-        for i, x in enumerate(batches(8)):
-            for model in (oracle, ours):
-                model.module.layers[1].requires_grad_(i % 3 != 1)
-            iterate(oracle, plain, x)
-            iterate(ours, zero, x)
-            assert_same_params(ours, oracle, (as_view, i))
+def test_layers_may_be_frozen_and_thawed(as_view: bool) -> None:
+    oracle, ours = pair(find_unused_parameters=True)
+    plain = torch.optim.AdamW(oracle.parameters(), weight_decay=0.3)
+    zero = Zero(ours.parameters(), torch.optim.AdamW, parameters_as_bucket_view=as_view, weight_decay=0.3)
+    for i, x in enumerate(batches(8)):
+        for model in (oracle, ours):
+            model.module.layers[1].requires_grad_(i % 3 != 1)
+        iterate(oracle, plain, x)
+        iterate(ours, zero, x)
+        assert_same_params(ours, oracle, (as_view, i))
 
 
+@pytest.mark.parametrize("as_view", [False, True], ids=["own-memory", "bucket-view"])
 @on_ranks(4)
-def test_groups_may_be_added_later() -> None:
-    for as_view in (False, True):
-        oracle, ours = pair()
-        theirs, mine = list(oracle.parameters()), list(ours.parameters())
-        plain = torch.optim.AdamW(theirs[:3])
-        zero = Zero(mine[:3], torch.optim.AdamW, parameters_as_bucket_view=as_view)
-        optim = zero.optim
-        for i, x in enumerate(batches(5)):
-            if i == 2:
-                plain.add_param_group({"params": theirs[3:], "lr": 0.2})
-                zero.add_param_group({"params": mine[3:], "lr": 0.2})
-            iterate(oracle, plain, x)
-            iterate(ours, zero, x)
-            assert_same_params(ours, oracle, (as_view, i))
-        assert zero.optim is optim
-        assert len(zero.param_groups) == len(zero.optim.param_groups) == 2
-        assert len(zero._all_params) == len(mine)
+def test_groups_may_be_added_later(as_view: bool) -> None:
+    oracle, ours = pair()
+    theirs, mine = list(oracle.parameters()), list(ours.parameters())
+    plain = torch.optim.AdamW(theirs[:3])
+    zero = Zero(mine[:3], torch.optim.AdamW, parameters_as_bucket_view=as_view)
+    optim = zero.optim
+    for i, x in enumerate(batches(5)):
+        if i == 2:
+            plain.add_param_group({"params": theirs[3:], "lr": 0.2})
+            zero.add_param_group({"params": mine[3:], "lr": 0.2})
+        iterate(oracle, plain, x)
+        iterate(ours, zero, x)
+        assert_same_params(ours, oracle, (as_view, i))
+    assert zero.optim is optim
+    assert len(zero.param_groups) == len(zero.optim.param_groups) == 2
+    assert len(zero._all_params) == len(mine)
 
 
 @on_ranks(4)

@@ -30,6 +30,7 @@ from zerolap import checkpoint
 from zerolap.checkpoint import convert
 from zerolap.checkpoint import reader as reading
 from zerolap.checkpoint import writer as saving
+from zerolap.checkpoint.folder import path_of
 from zerolap.checkpoint.reader import CheckpointError
 from zerolap_conformance.ranks import run_ranks, try_ranks
 
@@ -124,17 +125,17 @@ def test_training_goes_on_bitwise(tmp_path: Path, kind: dict[str, Any]) -> None:
     assert_same(pickle.loads(whole), pickle.loads(resumed))
 
 
-def test_masters_come_and_go(tmp_path: Path) -> None:
+@pytest.mark.parametrize("had_masters", [False, True])
+def test_masters_come_and_go(tmp_path: Path, had_masters: bool) -> None:
     half, single = {"dtype": torch.bfloat16}, {"dtype": torch.bfloat16, "master_weights": True}
-    for kind, other in ((half, single), (single, half)):
-        folder = tmp_path / str(len(kind))
-        saved = pickle.loads(run_ranks(2, _save, str(folder), kind)[0])
-        loaded = pickle.loads(run_ranks(2, _load, str(folder), other)[0])
-        assert_same(saved["model"], loaded["model"])
-        assert_same(
-            {i: {k: v for k, v in s.items() if k != "master_weight"} for i, s in saved["state"].items()},
-            {i: {k: v for k, v in s.items() if k != "master_weight"} for i, s in loaded["state"].items()},
-        )
+    kind, other = (single, half) if had_masters else (half, single)
+    saved = pickle.loads(run_ranks(2, _save, str(tmp_path), kind)[0])
+    loaded = pickle.loads(run_ranks(2, _load, str(tmp_path), other)[0])
+    assert_same(saved["model"], loaded["model"])
+    assert_same(
+        {i: {k: v for k, v in s.items() if k != "master_weight"} for i, s in saved["state"].items()},
+        {i: {k: v for k, v in s.items() if k != "master_weight"} for i, s in loaded["state"].items()},
+    )
 
 
 def test_memory_order_may_change(tmp_path: Path) -> None:
@@ -284,37 +285,36 @@ for step in range(3, 10000):
 """
 
 
-def test_a_kill_during_a_save_leaves_the_one_before(tmp_path: Path) -> None:
-    dice = random.Random(0)
-    for attempt in range(2):
-        folder = tmp_path / f"kill{attempt}"
-        code = KILLED.format(tests=str(ROOT / "tests"), store=tmp_path / f"store{attempt}", folder=str(folder))
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, "-c", code, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-            )
-            for rank in range(2)
-        ]
-        try:
-            stdout = ranks[0].stdout
-            assert stdout is not None
-            for line in stdout:
-                if int(line) >= 5:
-                    break
-            time.sleep(dice.random() * 0.05)
-            ranks[attempt % 2].send_signal(signal.SIGKILL)
-        finally:
-            time.sleep(0.2)
-            for rank in ranks:
-                rank.kill()
-                rank.wait()
-                assert rank.stdout is not None
-                rank.stdout.close()
-        held = checkpoint.steps(folder)
-        assert held, sorted(folder.iterdir())
-        loaded_step = run_ranks(3, _load_and_save, str(folder))[0]
-        assert loaded_step == max(held)
-        assert not list(folder.glob("*.partial")), "what a killed save has left is removed by the next one"
+@pytest.mark.parametrize("guilty", [0, 1])
+def test_a_kill_during_a_save_leaves_the_one_before(tmp_path: Path, guilty: int) -> None:
+    folder = tmp_path / "killed"
+    code = KILLED.format(tests=str(ROOT / "tests"), store=tmp_path / "store", folder=str(folder))
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        for rank in range(2)
+    ]
+    try:
+        stdout = ranks[0].stdout
+        assert stdout is not None
+        for line in stdout:
+            if int(line) >= 5:
+                break
+        time.sleep(random.Random(guilty).random() * 0.05)
+        ranks[guilty].send_signal(signal.SIGKILL)
+    finally:
+        time.sleep(0.2)
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+            assert rank.stdout is not None
+            rank.stdout.close()
+    held = checkpoint.steps(folder)
+    assert held, sorted(folder.iterdir())
+    loaded_step = run_ranks(3, _load_and_save, str(folder))[0]
+    assert loaded_step == max(held)
+    assert not list(folder.glob("*.partial")), "what a killed save has left is removed by the next one"
 
 
 def _load_and_save(folder: str) -> int:
@@ -324,14 +324,14 @@ def _load_and_save(folder: str) -> int:
     return loaded.step
 
 
+@pytest.mark.parametrize(("is_terminal", "total"), [(True, 2**30), (True, 2**10), (False, 2**30)])
 def test_a_long_save_shows_a_bar_on_a_terminal_only(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_terminal: bool, total: int
 ) -> None:
-    for is_terminal, total in ((True, 2**30), (True, 2**10), (False, 2**30)):
-        monkeypatch.setattr(sys.stderr, "isatty", lambda is_terminal=is_terminal: is_terminal)
-        with saving._progress_bar("saving step-3", total, is_shown=True) as tick:
-            tick(total)
-        assert ("saving step-3" in capsys.readouterr().err) == (is_terminal and total > 2**26)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    with saving._progress_bar("saving step-3", total, is_shown=True) as tick:
+        tick(total)
+    assert ("saving step-3" in capsys.readouterr().err) == (is_terminal and total > 2**26)
 
 
 # --- bad checkpoints --------------------------------------------------------------------------------------------------
@@ -542,7 +542,7 @@ def _load_plain(file: str) -> bytes:
 
 def test_sharded_and_single_files_become_each_other(tmp_path: Path) -> None:
     saved = run_ranks(2, _save, str(tmp_path / "sharded"), {})
-    path = checkpoint.path_of(tmp_path / "sharded", 3)
+    path = path_of(tmp_path / "sharded", 3)
     convert.to_file(path, tmp_path / "single.pt")
     plain = pickle.loads(_load_plain(str(tmp_path / "single.pt")))
     for key in ("model", "state"):

@@ -25,6 +25,8 @@ from support.ranks import on_ranks
 from support.training import Mlp
 from zerolap import checkpoint
 from zerolap.checkpoint import convert
+from zerolap.checkpoint.checkpoint import _groups
+from zerolap.checkpoint.folder import path_of
 from zerolap.checkpoint.reader import CheckpointError
 from zerolap.cli.app import app
 from zerolap_conformance.ranks import run_ranks
@@ -236,7 +238,7 @@ def test_two_jobs_in_one_folder_never_mix_their_files(tmp_path: Path) -> None:
     for said in run_ranks(4, _two_jobs, str(tmp_path), 8):
         assert said == [], "a save of one job was disturbed by the other"
     for step in checkpoint.steps(tmp_path):
-        convert.to_file(checkpoint.path_of(tmp_path, step), tmp_path / f"{step}.pt")
+        convert.to_file(path_of(tmp_path, step), tmp_path / f"{step}.pt")
         whole = torch.load(tmp_path / f"{step}.pt", weights_only=True)
         values = {float(value) for param in whole["model"].values() for value in param.unique()}
         assert values == {1000 * whole["extra"]["job"] + whole["extra"]["step"]}
@@ -284,7 +286,7 @@ def test_a_failed_save_is_our_error_on_all_ranks_and_the_next_one_works(
         dist.barrier()  # the first rank cleans up behind its error
         assert checkpoint.steps(folder) == list(range(step)), "what failed is not there, and harms nothing"
         assert not list(Path(folder).glob("*.partial")), "a full disk is not kept full"
-        assert how(step) == checkpoint.path_of(folder, step), "the next save, of the same step, works"
+        assert how(step) == path_of(folder, step), "the next save, of the same step, works"
     assert checkpoint.load(folder, ddp, zero).step == step
     for line in said:
         assert "CheckpointError: " in line, line
@@ -465,7 +467,7 @@ def test_background_saves_have_the_optimizers_timeout_and_another_group_after_it
 
     folder = str(tmp_path)
     group, model, zero = short_of_patience(folder)
-    fsync, groups, said = os.fsync, [checkpoint._groups[group]], []
+    fsync, groups, said = os.fsync, [_groups[group]], []
     blocker, failed = Path(folder, "blocker"), Path(folder, "failed")
     blocker.touch()
 
@@ -484,7 +486,7 @@ def test_background_saves_have_the_optimizers_timeout_and_another_group_after_it
         if step == 3:
             failed.touch()  # by the rank that did not wait any longer
         filesystem.os.fsync = fsync  # type: ignore[attr-defined]
-        groups.append(checkpoint._groups[group])
+        groups.append(_groups[group])
         dist.barrier()
     timeout = groups[-1]._get_backend(torch.device("cpu")).options._timeout.total_seconds()
     same = [groups[0] is groups[2], groups[2] is groups[3], groups[3] is groups[4]]
@@ -568,7 +570,7 @@ def test_with_strict_off_another_optimizer_takes_what_fits(tmp_path: Path) -> No
 def test_a_checkpoint_that_names_no_class_is_known_by_its_state(tmp_path: Path) -> None:
     """Of a single file, or of an older version."""
     run_ranks(2, _save_adamw, str(tmp_path / "named"))
-    convert.to_file(checkpoint.path_of(tmp_path / "named", 2), tmp_path / "whole.pt")
+    convert.to_file(path_of(tmp_path / "named", 2), tmp_path / "whole.pt")
     convert.from_file(tmp_path / "whole.pt", tmp_path / "nameless")
     kinds = {**OTHERS, "AdamW": {"overlap": "none"}, "amsgrad": _of(torch.optim.AdamW, amsgrad=True)}
     for said in run_ranks(2, _into_another_class, str(tmp_path / "nameless"), kinds, True):

@@ -30,6 +30,7 @@ from support.training import SMALL_BUCKETS, Mlp, batches, iterate
 from zerolap import checkpoint
 from zerolap.checkpoint import convert
 from zerolap.checkpoint.dcp_metadata import read_metadata
+from zerolap.checkpoint.folder import path_of
 from zerolap.checkpoint.reader import CheckpointError, CheckpointReader, digest_of
 from zerolap.untrusted.pickles import UnreadableError
 from zerolap.untrusted.tensors import load_plain
@@ -50,7 +51,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of two ranks."""
     folder = tmp_path_factory.mktemp("good")
     run_ranks(2, _save, str(folder))
-    return checkpoint.path_of(folder, 2)
+    return path_of(folder, 2)
 
 
 @pytest.fixture
@@ -158,13 +159,13 @@ def test_metadata_cannot_set_an_attribute_of_a_class(path: Path, module: str, na
         _refused(path)
 
 
-def test_metadata_of_torch_is_read_as_torch_reads_it(good: Path) -> None:
+@pytest.mark.parametrize("protocol", [4, 5])
+def test_metadata_of_torch_is_read_as_torch_reads_it(good: Path, protocol: int) -> None:
     program = (good / ".metadata").read_bytes()
     sizes = {file.name: file.stat().st_size for file in good.glob("*.distcp")}
-    for protocol in (4, 5):
-        theirs = pickle.loads(program)
-        ours = read_metadata(pickle.dumps(theirs, protocol=protocol), sizes)
-        _assert_same(ours, theirs)
+    theirs = pickle.loads(program)
+    ours = read_metadata(pickle.dumps(theirs, protocol=protocol), sizes)
+    _assert_same(ours, theirs)
 
 
 def _assert_same(ours: metadata.Metadata, theirs: metadata.Metadata) -> None:

@@ -66,21 +66,29 @@ def test_conformance_of_a_part_is_no_verdict(tmp_path: Path) -> None:
     assert "does not conform at tier 0" in run.stdout
 
 
-def test_conformance_says_what_it_cannot_try(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", sys.path[:])
-    (tmp_path / "mine.py").write_text("import gone\n")
-    (tmp_path / "file").touch()
-    for arguments, words in (
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
         (("nothing",), "no adapter 'nothing'; installed: ascend_hccl, cpu_gloo"),
         (("gone:Adapter",), "No module named 'gone'"),
         (("mine:Adapter",), "No module named 'gone'"),
         (("zerolap_cpu_gloo:Gone",), "there is no 'Gone' in zerolap_cpu_gloo"),
         (("cpu_gloo", "--report", "file"), "--report file is a file"),
-    ):
-        run = CliRunner().invoke(app, ["conformance", "--adapter", *arguments])
-        assert run.exit_code == 2, (arguments, run.output)
-        assert words in run.stderr, (arguments, run.stderr)
+    ],
+)
+def test_conformance_says_what_it_cannot_try(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    (tmp_path / "mine.py").write_text("import gone\n")
+    (tmp_path / "file").touch()
+    run = CliRunner().invoke(app, ["conformance", "--adapter", *arguments])
+    assert run.exit_code == 2, (arguments, run.output)
+    assert words in run.stderr, (arguments, run.stderr)
+
+
+def test_conformance_says_that_no_requirement_is_like_that(tmp_path: Path) -> None:
     nothing = _zerolap("conformance", "--adapter", "cpu_gloo", "--only", "GONE", folder=tmp_path)
     assert nothing.returncode == 2, nothing.stdout
     assert "no requirement up to tier 3 is like 'GONE'" in nothing.stderr
@@ -95,20 +103,25 @@ def test_new_adapter_writes_what_vendors_md_shows(tmp_path: Path) -> None:
         assert (tmp_path / "zerolap-acme" / name).read_text() == shown
 
 
-def test_new_adapter_overwrites_nothing_and_takes_no_bad_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path / "one", name="one", has_streams=False)
-    for arguments, words in (
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
         (("one", "--folder", "one"), "is there already"),
         (("two", "--folder", "one/pyproject.toml"), "is a file, and a folder is needed"),
         (("two", "--folder", "one/pyproject.toml/two"), "Not a directory"),
         (("Bad-Name",), "cannot be a name"),
         (("two", "--device-type", 'x"'), "--device-type is a name of torch's"),
         (("two", "--backend", ""), "--backend is a name of torch's"),
-    ):
-        run = CliRunner().invoke(app, ["new-adapter", *arguments])
-        assert run.exit_code == 2, (arguments, run.output)
-        assert words in run.stderr, (arguments, run.stderr)
+    ],
+)
+def test_new_adapter_overwrites_nothing_and_takes_no_bad_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "one", name="one", has_streams=False)
+    run = CliRunner().invoke(app, ["new-adapter", *arguments])
+    assert run.exit_code == 2, (arguments, run.output)
+    assert words in run.stderr, (arguments, run.stderr)
     assert [path.name for path in tmp_path.iterdir()] == ["one"]
 
 
@@ -210,14 +223,12 @@ def test_plan_measures_the_model_on_ranks_of_this_machine(tmp_path: Path) -> Non
     assert "TypeError" in broken.stderr
 
 
-def test_plan_says_what_is_missing_or_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "mine.py").write_text(MODEL)
-    (tmp_path / "bad.json").write_text('["x"]')
-    (tmp_path / "half.json").write_text("[[2.5]]")
-    some = ("--params", "1e6", *LINK, *TIMES)
-    for arguments, words in (
+SOME = ("--params", "1e6", *LINK, *TIMES)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
         ((*LINK, *TIMES), "one of --model MODULE:CALLABLE, --shapes FILE or --params NUMBER"),
         (("--params", "1e6", *TIMES), "give the link by --bandwidth"),
         (("--params", "1e6", *LINK), "--forward and --backward"),
@@ -229,23 +240,35 @@ def test_plan_says_what_is_missing_or_wrong(tmp_path: Path, monkeypatch: pytest.
         (("--model", "gone:make", *LINK, *TIMES), "No module named 'gone'"),
         (("--model", "mine:gone", *LINK, *TIMES), "no callable 'gone'"),
         (("--model", "mine:nothing", *LINK, *TIMES), "not a torch.nn.Module"),
-        ((*some, "--latency", "fast"), "a time is like"),
-        ((*some, "--bandwidth", "-3Gbit"), "a bandwidth is like 100Gbit"),
-        ((*some, "--bandwidth", "1e999Gbit"), "a bandwidth is like 100Gbit"),
+        ((*SOME, "--latency", "fast"), "a time is like"),
+        ((*SOME, "--bandwidth", "-3Gbit"), "a bandwidth is like 100Gbit"),
+        ((*SOME, "--bandwidth", "1e999Gbit"), "a bandwidth is like 100Gbit"),
         (("--params", "1e6", *LINK, "--flops", "fast", "--tokens", "5"), "--flops is a number of operations"),
         (("--params", "1e6", *LINK, "--flops", "0", "--tokens", "5"), "--flops is a number of operations"),
         (("--shapes", "half.json", *LINK, *TIMES), "a JSON list of shapes"),
-        ((*some, "--optimizer", "Gone"), "a class of torch.optim"),
-        ((*some, "--optimizer", "LBFGS", "--optimizer-options", "[]"), "a JSON object"),
-        ((*some, "--optimizer", "SGD", "--optimizer-options", '{"lr": -1}'), "cannot step a parameter"),
-        ((*some, "--param-dtype", "int8"), "floating-point"),
-        ((*some, "--gather-dtype", "bfloat16"), "add --master-weights"),
-        ((*some, "--exchange", "tree"), "staged or ring"),
-        ((*some, "--calibrate"), "--calibrate needs --model and --batch"),
-    ):
-        run = CliRunner().invoke(app, ["plan", "--world-size", "2", *arguments])  # a process each would take a minute
-        assert run.exit_code == 2, (arguments, run.output)
-        assert words in run.stderr, (arguments, run.stderr)
+        ((*SOME, "--optimizer", "Gone"), "a class of torch.optim"),
+        ((*SOME, "--optimizer", "LBFGS", "--optimizer-options", "[]"), "a JSON object"),
+        ((*SOME, "--optimizer", "SGD", "--optimizer-options", '{"lr": -1}'), "cannot step a parameter"),
+        ((*SOME, "--param-dtype", "int8"), "floating-point"),
+        ((*SOME, "--gather-dtype", "bfloat16"), "add --master-weights"),
+        ((*SOME, "--exchange", "tree"), "staged or ring"),
+        ((*SOME, "--calibrate"), "--calibrate needs --model and --batch"),
+    ],
+)
+def test_plan_says_what_is_missing_or_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "mine.py").write_text(MODEL)
+    (tmp_path / "bad.json").write_text('["x"]')
+    (tmp_path / "half.json").write_text("[[2.5]]")
+    run = CliRunner().invoke(app, ["plan", "--world-size", "2", *arguments])  # a process each would take a minute
+    assert run.exit_code == 2, (arguments, run.output)
+    assert words in run.stderr, (arguments, run.stderr)
+
+
+def test_plan_asks_what_is_trained(tmp_path: Path) -> None:
     run = _zerolap("plan", "--world-size", "2", folder=tmp_path)
     assert run.returncode == 2
     assert "say what is trained" in run.stderr
@@ -289,14 +312,9 @@ def test_checkpoints_are_inspected_and_converted(tmp_path: Path) -> None:
     assert "is damaged" in run.stderr
 
 
-def test_what_is_no_checkpoint_is_told_apart_from_a_damaged_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "file").touch()
-    torch.save({"model": {}, "optimizer": {"state": {}, "param_groups": []}}, tmp_path / "whole.pt")
-    for arguments, code, words in (
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
         (("inspect", "gone"), 2, "gone is not there"),
         (("inspect", "empty"), 2, "empty has no whole checkpoint"),
         (("inspect", "file"), 2, "file is a file; a sharded checkpoint is a folder"),
@@ -305,10 +323,18 @@ def test_what_is_no_checkpoint_is_told_apart_from_a_damaged_one(
         (("convert", "whole.pt", "file"), 2, "file is a file; sharded checkpoints go to a folder"),
         (("convert", "whole.pt", "new", "--step", "-1"), 2, "--step"),
         (("convert", "file", "new"), 1, "file cannot be loaded safely: UnreadableError"),
-    ):
-        run = CliRunner().invoke(app, ["checkpoint", *arguments])
-        assert run.exit_code == code, (arguments, run.output)
-        assert words in run.stderr, (arguments, run.stderr)
+    ],
+)
+def test_what_is_no_checkpoint_is_told_apart_from_a_damaged_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], code: int, words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    torch.save({"model": {}, "optimizer": {"state": {}, "param_groups": []}}, tmp_path / "whole.pt")
+    run = CliRunner().invoke(app, ["checkpoint", *arguments])
+    assert run.exit_code == code, (arguments, run.output)
+    assert words in run.stderr, (arguments, run.stderr)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file", "whole.pt"]
 
 

@@ -166,19 +166,22 @@ def _places(folder: Path) -> dict[str, str]:
     return {f"{{{name}}}": place for name, place in names.items()}
 
 
-def test_numbers_that_no_machine_can_do_are_refused_at_once() -> None:
-    some = ["plan", "--world-size", "2", *LINK, *COMPUTE]
-    for arguments, words in (
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
         (["--params", "1e30"], "is not a number from 0 to 1e+15"),
         (["--params", "1e6", "--step-ns", "inf"], "is not a number from 0 to"),
         (["--params", "1e6", "--step-ns", "nan"], "is not a number from 0 to"),
         (["--params", "1e6", "--world-size", "1e3"], "is not a whole number from 1 to"),
         (["--params", "1e6", "--latency", "inf"], "a time is like"),
         (["--params", "1e6", "--bandwidth", "1e400Gbit"], "a bandwidth is like"),
-    ):
-        run = CliRunner().invoke(app, [*some, *arguments], env={"COLUMNS": "300", "TERMINAL_WIDTH": "300"})
-        assert run.exit_code == 2, (arguments, run.output)
-        assert words in re.sub(r"[\s│]+", " ", run.output), (arguments, run.output)
+    ],
+)
+def test_numbers_that_no_machine_can_do_are_refused_at_once(arguments: list[str], words: str) -> None:
+    some = ["plan", "--world-size", "2", *LINK, *COMPUTE]
+    run = CliRunner().invoke(app, [*some, *arguments], env={"COLUMNS": "300", "TERMINAL_WIDTH": "300"})
+    assert run.exit_code == 2, (arguments, run.output)
+    assert words in re.sub(r"[\s│]+", " ", run.output), (arguments, run.output)
 
 
 def test_a_large_plan_is_made_in_seconds() -> None:

@@ -52,18 +52,18 @@ def seconds(workload: Workload, schedule: Schedule, gather: Gather, **given: Any
 
 @pytest.mark.parametrize(("schedule", "gather"), WAYS)
 @pytest.mark.parametrize("num_layers", [1, 7])
+@pytest.mark.parametrize("size", [2, 4, 8])
 def test_without_computing_a_step_takes_its_bytes_at_the_rate_of_the_wire(
-    schedule: Schedule, gather: Gather, num_layers: int
+    schedule: Schedule, gather: Gather, num_layers: int, size: int
 ) -> None:
     workload = layers(num_layers)
-    for size in (2, 4, 8):
-        num_bytes = 2 * 4 * workload.numel * (size - 1) / size
-        taken = seconds(workload, schedule, gather, world_size=size, link=Link(bytes_per_second=1e9))
-        assert taken == pytest.approx(num_bytes / 1e9, rel=1e-9)
-        plain = forecast_ddp(workload, world_size=size, link=Link(bytes_per_second=1e9), compute=IDLE)
-        assert plain.step_seconds == pytest.approx(num_bytes / 1e9, rel=1e-9)
-        assert plain.wire_seconds == pytest.approx(plain.step_seconds)
-        assert plain.sent_bytes == num_bytes
+    num_bytes = 2 * 4 * workload.numel * (size - 1) / size
+    taken = seconds(workload, schedule, gather, world_size=size, link=Link(bytes_per_second=1e9))
+    assert taken == pytest.approx(num_bytes / 1e9, rel=1e-9)
+    plain = forecast_ddp(workload, world_size=size, link=Link(bytes_per_second=1e9), compute=IDLE)
+    assert plain.step_seconds == pytest.approx(num_bytes / 1e9, rel=1e-9)
+    assert plain.wire_seconds == pytest.approx(plain.step_seconds)
+    assert plain.sent_bytes == num_bytes
 
 
 @pytest.mark.parametrize(("schedule", "gather"), WAYS)
@@ -87,27 +87,31 @@ def test_with_a_second_core_updates_inside_backward_are_hidden_but_the_last() ->
     assert seconds(workload, Schedule.ON_STEP, Gather.EAGER, compute=compute) == pytest.approx(6.1 + 6 * last, rel=1e-9)
 
 
-def test_what_costs_nothing_takes_no_time() -> None:
-    for size in (1, 4):
-        found = forecast_all(layers(3), world_size=size, link=Link(bytes_per_second=math.inf), compute=IDLE)
-        assert [each.step_seconds for each in found] == [0.0] * 7
-        assert recommend(found).best.schedule is Schedule.INTERLEAVED
+@pytest.mark.parametrize("size", [1, 4])
+def test_what_costs_nothing_takes_no_time(size: int) -> None:
+    found = forecast_all(layers(3), world_size=size, link=Link(bytes_per_second=math.inf), compute=IDLE)
+    assert [each.step_seconds for each in found] == [0.0] * 7
+    assert recommend(found).best.schedule is Schedule.INTERLEAVED
 
 
 @pytest.mark.parametrize("num_layers", [1, 5])
-def test_latency_alone_is_that_of_a_reduction_and_a_gather(num_layers: int) -> None:
+@pytest.mark.parametrize(
+    ("pattern", "size", "steps"), [(Pattern.STAGED, 8, 1), (Pattern.STAGED, 64, 2), (Pattern.RING, 8, 7)]
+)
+def test_latency_alone_is_that_of_a_reduction_and_a_gather(
+    num_layers: int, pattern: Pattern, size: int, steps: int
+) -> None:
     compute, workload = Compute(forward=1.0, backward=2.0), layers(num_layers)
-    for pattern, size, steps in ((Pattern.STAGED, 8, 1), (Pattern.STAGED, 64, 2), (Pattern.RING, 8, 7)):
-        link = Link(bytes_per_second=math.inf, latency=0.01, pattern=pattern)
-        taken = seconds(workload, Schedule.INTERLEAVED, Gather.EAGER, link=link, compute=compute, world_size=size)
-        assert taken == pytest.approx(3.0 + 2 * steps * 0.01, rel=1e-9), "the others' pass while backward computes"
-        late = seconds(workload, Schedule.ON_STEP, Gather.EAGER, link=link, compute=compute, world_size=size)
-        is_pipelined = steps == 1
-        num_waits = 1 + (1 if is_pipelined else num_layers)
-        assert late == pytest.approx(3.0 + num_waits * steps * 0.01, rel=1e-9)
-        messages = replace(link, latency=0.0, seconds_per_message=0.01)
-        taken = seconds(workload, Schedule.INTERLEAVED, Gather.EAGER, link=messages, compute=compute, world_size=size)
-        assert taken == pytest.approx(3.0 + 2 * sum(pattern.messages(size)) * 0.01, rel=1e-9)
+    link = Link(bytes_per_second=math.inf, latency=0.01, pattern=pattern)
+    taken = seconds(workload, Schedule.INTERLEAVED, Gather.EAGER, link=link, compute=compute, world_size=size)
+    assert taken == pytest.approx(3.0 + 2 * steps * 0.01, rel=1e-9), "the others' pass while backward computes"
+    late = seconds(workload, Schedule.ON_STEP, Gather.EAGER, link=link, compute=compute, world_size=size)
+    is_pipelined = steps == 1
+    num_waits = 1 + (1 if is_pipelined else num_layers)
+    assert late == pytest.approx(3.0 + num_waits * steps * 0.01, rel=1e-9)
+    messages = replace(link, latency=0.0, seconds_per_message=0.01)
+    taken = seconds(workload, Schedule.INTERLEAVED, Gather.EAGER, link=messages, compute=compute, world_size=size)
+    assert taken == pytest.approx(3.0 + 2 * sum(pattern.messages(size)) * 0.01, rel=1e-9)
 
 
 @pytest.mark.parametrize(("schedule", "gather"), WAYS)
@@ -137,13 +141,21 @@ def test_a_lazy_gather_is_hidden_behind_the_next_forward() -> None:
     assert lazy == pytest.approx(2 + gathering / 8 + gathering / 8, rel=1e-9)
 
 
-def test_numbers_that_cannot_be_are_refused() -> None:
-    for wrong in ({"bytes_per_second": 0}, {"bytes_per_second": 1, "latency": -1}, {"bytes_per_second": math.nan}):
-        with pytest.raises(ValueError, match="a link has a rate"):
-            Link(**wrong)
-    for wrong in ({"forward": -1, "backward": 0}, {"forward": 0, "backward": 0, "cores": 0}):
-        with pytest.raises(ValueError, match="computing has cores"):
-            Compute(**wrong)
+@pytest.mark.parametrize(
+    "wrong", [{"bytes_per_second": 0}, {"bytes_per_second": 1, "latency": -1}, {"bytes_per_second": math.nan}]
+)
+def test_links_that_cannot_be_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="a link has a rate"):
+        Link(**wrong)
+
+
+@pytest.mark.parametrize("wrong", [{"forward": -1, "backward": 0}, {"forward": 0, "backward": 0, "cores": 0}])
+def test_computing_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="computing has cores"):
+        Compute(**wrong)
+
+
+def test_a_world_without_ranks_is_refused() -> None:
     with pytest.raises(ValueError, match="world_size and cut must be at least 1"):
         forecast_ddp(layers(1), world_size=0, link=Link(bytes_per_second=1), compute=IDLE)
 
@@ -164,27 +176,27 @@ SWEEPS: dict[str, list[float]] = {
 
 
 @pytest.mark.parametrize("cost", SWEEPS)
-def test_a_step_takes_no_less_when_anything_costs_more(cost: str) -> None:
+@pytest.mark.parametrize("size", [2, 16])
+def test_a_step_takes_no_less_when_anything_costs_more(cost: str, size: int) -> None:
     workload = layers(9, numel=2**18, per_bucket=2)
-    for size in (2, 16):
-        before: list[Forecast] = []
-        for value in SWEEPS[cost]:
-            link = Link(bytes_per_second=1e9, latency=1e-4)
-            compute = Compute(forward=0.02, backward=0.04, step_seconds_per_element=1e-9, cpu_seconds_per_byte=1e-10)
-            if cost == "seconds_per_byte":
-                link = replace(link, bytes_per_second=1 / value)
-            elif hasattr(link, cost):
-                link = replace(link, **{cost: value})
-            else:
-                compute = replace(compute, **{cost: value})
-            found = forecast_all(workload, world_size=size, link=link, compute=compute)
-            for less, more in zip(before, found, strict=False):
-                assert more.step_seconds >= less.step_seconds * (1 - 1e-6), (cost, value, more.name)
-            for each in found:
-                assert each.wire_seconds <= each.step_seconds * (1 + 1e-9)
-                assert each.step_seconds >= each.sent_bytes / link.bytes_per_second * (1 - 1e-3), each.name
-                assert each.step_seconds >= (compute.forward + compute.backward) * (1 - 1e-9)
-            before = found
+    before: list[Forecast] = []
+    for value in SWEEPS[cost]:
+        link = Link(bytes_per_second=1e9, latency=1e-4)
+        compute = Compute(forward=0.02, backward=0.04, step_seconds_per_element=1e-9, cpu_seconds_per_byte=1e-10)
+        if cost == "seconds_per_byte":
+            link = replace(link, bytes_per_second=1 / value)
+        elif hasattr(link, cost):
+            link = replace(link, **{cost: value})
+        else:
+            compute = replace(compute, **{cost: value})
+        found = forecast_all(workload, world_size=size, link=link, compute=compute)
+        for less, more in zip(before, found, strict=False):
+            assert more.step_seconds >= less.step_seconds * (1 - 1e-6), (cost, value, more.name)
+        for each in found:
+            assert each.wire_seconds <= each.step_seconds * (1 + 1e-9)
+            assert each.step_seconds >= each.sent_bytes / link.bytes_per_second * (1 - 1e-3), each.name
+            assert each.step_seconds >= (compute.forward + compute.backward) * (1 - 1e-9)
+        before = found
 
 
 def test_more_ranks_hold_less_and_send_more() -> None:
@@ -461,16 +473,16 @@ def test_what_is_recommended_is_the_fastest_or_the_simplest_that_is_as_fast() ->
 # --- speed ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_forecast_is_cheap() -> None:
+@pytest.mark.parametrize(("schedule", "gather"), WAYS)
+def test_a_forecast_is_cheap(schedule: Schedule, gather: Gather) -> None:
     workload = layers(30, numel=2**20)
     compute, link = Compute(forward=0.1, backward=0.2, step_seconds_per_element=1e-9), Link(bytes_per_second=1e9)
-    for schedule, gather in WAYS:
-        taken = []
-        for _ in range(3):
-            start = time.process_time()
-            seconds(workload, schedule, gather, link=link, compute=compute, world_size=8)
-            taken.append(time.process_time() - start)
-        assert min(taken) < 0.05, (schedule, gather, taken)  # 3 to 10 ms here; the rest is for slow machines
+    taken = []
+    for _ in range(3):
+        start = time.process_time()
+        seconds(workload, schedule, gather, link=link, compute=compute, world_size=8)
+        taken.append(time.process_time() - start)
+    assert min(taken) < 0.05, (schedule, gather, taken)  # 3 to 10 ms here; the rest is for slow machines
 
 
 def test_7_billion_parameters_on_4096_ranks_are_forecast_in_seconds() -> None:
@@ -489,17 +501,17 @@ def test_7_billion_parameters_on_4096_ranks_are_forecast_in_seconds() -> None:
     assert found[1].memory.state == pytest.approx(8 * workload.numel / 4096, rel=0.01)
 
 
-def test_bytes_and_memory_of_a_hundred_thousand_parameters_on_4096_ranks_are_quick() -> None:
+@pytest.mark.parametrize("cut", [64, None])
+def test_bytes_and_memory_of_a_hundred_thousand_parameters_on_4096_ranks_are_quick(cut: int | None) -> None:
     rng = random.Random(0)
     params = tuple(
         Param(rng.randrange(1, 100_000), ready_at=1 - i / 100_000, state_bytes_per_element=8) for i in range(100_000)
     )
-    for cut in (64, None):
-        workload = Workload(params=params, layout=bucketize(params, cap_bytes=25 * MB), cut=cut)
-        start = time.process_time()
-        assert len(traffic_of(workload, 4096)) == len(workload.layout)
-        held = sharded_memory(workload, 4096)
-        sent = sent_bytes(workload, 4096, rank=GroupRank(0), stage_sizes=Pattern.STAGED.stage_sizes(4096))
-        assert time.process_time() - start < 1, cut
-        assert sent > 4 * workload.numel
-        assert held.state >= 8 * workload.numel / 4096 * 0.99
+    workload = Workload(params=params, layout=bucketize(params, cap_bytes=25 * MB), cut=cut)
+    start = time.process_time()
+    assert len(traffic_of(workload, 4096)) == len(workload.layout)
+    held = sharded_memory(workload, 4096)
+    sent = sent_bytes(workload, 4096, rank=GroupRank(0), stage_sizes=Pattern.STAGED.stage_sizes(4096))
+    assert time.process_time() - start < 1, cut
+    assert sent > 4 * workload.numel
+    assert held.state >= 8 * workload.numel / 4096 * 0.99

@@ -30,8 +30,8 @@ import zerolap
 from support import ROOT
 from support.hosts import two_hosts  # noqa: F401 - a fixture
 from support.training import Mlp
-from zerolap import checkpoint
 from zerolap.checkpoint import convert
+from zerolap.checkpoint.folder import path_of
 from zerolap_conformance.ranks import run_ranks
 
 EXAMPLE = ROOT / "examples/elastic.py"
@@ -118,7 +118,7 @@ class History:
 
 
 def final_state(folder: Path, step: int) -> dict[str, Any]:
-    convert.to_file(checkpoint.path_of(folder, step), folder / "final")
+    convert.to_file(path_of(folder, step), folder / "final")
     return torch.load(folder / "final", weights_only=True)
 
 

@@ -234,15 +234,21 @@ def test_a_damaged_file_is_refused_with_its_name(changes: dict[str, Any], said: 
     assert str(path) in str(caught.value)
 
 
-def test_what_is_no_trace_at_all_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "rank0.json").write_text("[]")
-    for paths, said in (
-        ([tmp_path], "no trace of zerolap"),
-        ([tmp_path / "x"], "cannot be read"),
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        ([""], "no trace of zerolap"),
+        (["x"], "cannot be read"),
         ([], "no trace was"),
-    ):
-        with pytest.raises(TraceError, match=said):
-            read(paths)
+    ],
+)
+def test_what_is_no_trace_at_all_is_refused(tmp_path: Path, names: list[str], said: str) -> None:
+    (tmp_path / "rank0.json").write_text("[]")
+    with pytest.raises(TraceError, match=said):
+        read([tmp_path / name for name in names])
+
+
+def test_a_trace_that_was_cut_short_is_refused(tmp_path: Path) -> None:
     (tmp_path / "rank0.json").write_text('{"zerolap_trace": 1, "sp')
     with pytest.raises(TraceError, match="cannot be parsed as JSON"):
         read([tmp_path])
@@ -360,17 +366,23 @@ def test_the_command_says_the_verdict_and_writes_pictures(tmp_path: Path) -> Non
     assert told["late_ms"] is None
 
 
-def test_the_command_refuses_what_is_no_run(tmp_path: Path) -> None:
-    (tmp_path / "rank0.json").write_text("{}")
-    for arguments, code, said in (
-        ((tmp_path / "nowhere",), 2, "is not there"),
-        ((tmp_path,), 1, "is no trace of zerolap"),
-        ((tmp_path / "rank0.json", "--out", "x"), 1, "is no trace of zerolap"),
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (("{}/nowhere",), 2, "is not there"),
+        (("{}",), 1, "is no trace of zerolap"),
+        (("{}/rank0.json", "--out", "x"), 1, "is no trace of zerolap"),
         ((), 2, "Missing argument"),
-    ):
-        ran = _zerolap("trace", *arguments)
-        assert ran.returncode == code, ran.stderr
-        assert said in ran.stderr
+    ],
+)
+def test_the_command_refuses_what_is_no_run(tmp_path: Path, arguments: tuple[str, ...], code: int, said: str) -> None:
+    (tmp_path / "rank0.json").write_text("{}")
+    ran = _zerolap("trace", *(argument.format(tmp_path) for argument in arguments))
+    assert ran.returncode == code, ran.stderr
+    assert said in ran.stderr
+
+
+def test_the_command_says_where_it_cannot_write(tmp_path: Path) -> None:
     for trace in run_of(1, 2, 1):
         write(trace, tmp_path)
     ran = _zerolap("trace", tmp_path, "--out", tmp_path / "no/such/folder.html")
