@@ -26,20 +26,17 @@ def test_core_names_no_backend_and_no_device() -> None:
     assert not found, found
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
+def test_what_decides_and_what_forecasts_needs_no_torch() -> None:
+    for name in (
         "schedule/machine",
         "schedule/ownership",
         "forecast/workload",
         "forecast/event_loop",
         "forecast/simulator",
         "forecast/forecast",
-    ],
-)
-def test_what_decides_and_what_forecasts_needs_no_torch(name: str) -> None:
-    source = (Path(zerolap.__file__).parent / f"{name}.py").read_text()
-    assert not re.search(r"^(import|from) torch", source, re.MULTILINE)
+    ):
+        source = (Path(zerolap.__file__).parent / f"{name}.py").read_text()
+        assert not re.search(r"^(import|from) torch", source, re.MULTILINE)
 
 
 def test_the_installed_adapter_is_found_by_device_type_and_by_name() -> None:

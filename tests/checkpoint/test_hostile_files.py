@@ -813,15 +813,16 @@ def test_many_tensors_and_deep_values_are_read() -> None:
 
 
 @pytest.mark.parametrize("name", [b"torch\nFloatStorage", b"torch._utils\n_rebuild_tensor_v2", b"torch\nSize"])
-def test_a_name_is_no_value(name: bytes) -> None:
-    for program in (b"c" + name + b"\n", b"]c" + name + b"\na", b"}K\x01c" + name + b"\ns", b"c" + name + b"\n\x85"):
-        with pytest.raises(UnreadableError):
-            _loaded(
-                _repacked(
-                    _saved([1]),
-                    lambda file, data, p=program: b"\x80\x02" + p + b"." if file.endswith("data.pkl") else data,
-                )
-            )  # type: ignore[misc]
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(b"c", b"\n"), (b"]c", b"\na"), (b"}K\x01c", b"\ns"), (b"c", b"\n\x85")],
+    ids=["alone", "in-a-list", "in-a-dict", "in-a-tuple"],
+)
+def test_a_name_is_no_value(name: bytes, before: bytes, after: bytes) -> None:
+    program = b"\x80\x02" + before + name + after + b"."
+    data = _repacked(_saved([1]), lambda file, data: program if file.endswith("data.pkl") else data)
+    with pytest.raises(UnreadableError):
+        _loaded(data)
 
 
 def _old_format(value: Any) -> bytes:

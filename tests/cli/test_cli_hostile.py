@@ -305,7 +305,9 @@ def test_a_trace_that_was_changed_is_refused_or_shown_harmlessly(case: str, tmp_
         json.loads(chrome.read_text())
 
 
-def test_files_that_are_no_traces_end_in_a_sentence(tmp_path: Path) -> None:
+@pytest.fixture
+def no_traces(tmp_path: Path) -> Path:
+    """A folder of what may stand where a trace is looked for."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "huge").touch()
     os.truncate(tmp_path / "huge", 2**40)
@@ -318,30 +320,42 @@ def test_files_that_are_no_traces_end_in_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "folder" / "rank0.json").mkdir(parents=True)
     for name in ("zero", "null"):
         (tmp_path / name).symlink_to(f"/dev/{name}")
-    for path in (*tmp_path.iterdir(), Path("/proc/self/mem")):
-        _checked("trace", str(path))
+    return tmp_path
 
 
-def test_what_is_no_file_is_not_replaced_by_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name",
+    ["pipe", "huge", "text", "deep", "deeper", "twice", "nan", HOSTILE[:9], "folder", "zero", "null", "/proc/self/mem"],
+)
+def test_a_file_that_is_no_trace_ends_in_a_sentence(no_traces: Path, name: str) -> None:
+    assert os.path.lexists(no_traces / name)
+    _checked("trace", str(no_traces / name))
+
+
+@pytest.mark.parametrize("name", ["pipe", "folder", "null", "to-pipe"])
+def test_what_is_no_file_is_not_replaced_by_one(tmp_path: Path, name: str) -> None:
     for trace in run_of(2, 3, 2):
         write(trace, tmp_path / "run")
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
     (tmp_path / "null").symlink_to("/dev/null")
     (tmp_path / "to-pipe").symlink_to("pipe")
+    before = os.lstat(tmp_path / name)
+    for option in ("--chrome", "--out"):
+        said = _checked("trace", str(tmp_path / "run"), "--no-open", option, str(tmp_path / name), codes=(1, 2))
+        assert "cannot be written" in said
+    with pytest.raises(OSError, match="is no regular file"), written_whole(tmp_path / name):
+        pass
+    assert (os.lstat(tmp_path / name).st_ino, os.lstat(tmp_path / name).st_mode) == (before.st_ino, before.st_mode)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "null", "pipe", "run", "to-pipe"]
+
+
+def test_what_could_not_be_written_leaves_what_was_there(tmp_path: Path) -> None:
     (tmp_path / "old.json").write_text("old")
-    for name in ("pipe", "folder", "null", "to-pipe"):
-        before = os.lstat(tmp_path / name)
-        for option in ("--chrome", "--out"):
-            said = _checked("trace", str(tmp_path / "run"), "--no-open", option, str(tmp_path / name), codes=(1, 2))
-            assert "cannot be written" in said
-        with pytest.raises(OSError, match="is no regular file"), written_whole(tmp_path / name):
-            pass
-        assert (os.lstat(tmp_path / name).st_ino, os.lstat(tmp_path / name).st_mode) == (before.st_ino, before.st_mode)
     with pytest.raises(TypeError), written_whole(tmp_path / "old.json") as stream:
         stream.write("no bytes")  # type: ignore[arg-type]
     assert (tmp_path / "old.json").read_text() == "old"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "null", "old.json", "pipe", "run", "to-pipe"]
+    assert [path.name for path in tmp_path.iterdir()] == ["old.json"]
 
 
 def test_many_spans_at_once_take_no_longer_than_their_number(tmp_path: Path) -> None:
