@@ -114,6 +114,15 @@ def test_tests_that_were_not_run_for_another_failure_are_run_by_the_second_try(
     assert "1 failed, 3 passed" in capfd.readouterr().out
 
 
+def test_failed_tests_are_tried_again_wherever_they_lie(everything: ModuleType) -> None:
+    ours = ["adapters/sim/tests/test_a.py::test_b", "tests/api/test_c.py::test_d"]
+    _, tests, suite = everything._again_in_test(
+        [*ours, "conformance/src/zerolap_conformance/test_conformance.py::DEV-1"]
+    )
+    assert list(tests[-2:]) == ours
+    assert "zerolap_conformance" in suite
+
+
 def test_checks_run_in_a_folder_with_the_name_that_clones_have(tmp_path: Path) -> None:
     """And only what is committed; the exit code comes through, and nothing stays behind."""
     project, temp = tmp_path / "another name", tmp_path / "temp"
