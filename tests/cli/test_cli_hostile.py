@@ -20,7 +20,7 @@ import torch
 import typer.main
 from typer.testing import CliRunner
 
-from support import ROOT
+from support import PYTHONPATH
 from support.synthetic_runs import run_of
 from zerolap.checkpoint import convert
 from zerolap.checkpoint.reader import digest_of
@@ -101,10 +101,8 @@ def test_no_value_of_any_option_ends_in_a_traceback(tmp_path: Path) -> None:
     assert {case[0] for case in cases} == {"doctor", "conformance", "plan", "new-adapter", "trace", "demo", "bench", "checkpoint"}  # fmt: skip
     (tmp_path / "cases.json").write_text(json.dumps(cases))
     command = [sys.executable, __file__, str(tmp_path)]
-    paths = os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
-    run = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=400, errors="replace"
-    )
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, errors="replace")
     assert run.returncode == 0, run.stderr[-5000:]
     outcomes = json.loads((tmp_path / "outcomes.json").read_text())
     assert len(outcomes) == len(cases)

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import zerolap
 import zerolap_sim
-from support import ROOT, safety_programs
+from support import PYTHONPATH, safety_programs
 from support.ranks import on_ranks
 from support.safety_programs import GUILTY, WAYS, connect, fail
 from support.sim_programs import on_device
@@ -528,7 +528,7 @@ def test_a_graph_from_before_an_update_is_refused() -> None:
 
 def _torchrun(case: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    options = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "tests"), "PYTHONWARNINGS": "default"}
+    options = {"OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH, "PYTHONWARNINGS": "default"}
     return subprocess.Popen(
         [*command, safety_programs.__file__, case],
         env=os.environ | options,
