@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from support import ROOT
+from support import PYTHONPATH, ROOT
 from zerolap.cli.skeleton import write
 from zerolap_conformance.requirements import all_requirements
 from zerolap_conformance.run import try_requirements
@@ -27,7 +27,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     subprocess.run(
         [*pip, "--no-build-isolation", "--target", str(folder), str(ROOT / "tests/support/acme")], check=True
     )
-    return {**os.environ, "PYTHONPATH": str(folder)}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), PYTHONPATH])}
 
 
 def _run(environment: dict[str, str], folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
@@ -49,8 +49,7 @@ def test_the_example_gets_a_verdict(environment: dict[str, str], tmp_path: Path)
 def test_an_absent_device_is_a_failure_and_no_reason_to_skip(
     environment: dict[str, str], tmp_path: Path, adapter: str
 ) -> None:
-    path = os.pathsep.join([environment["PYTHONPATH"], str(ROOT / "tests")])
-    run = _run({**environment, "PYTHONPATH": path}, tmp_path, adapter, "--zerolap-tier", "0", "-k", "DEV-1")
+    run = _run(environment, tmp_path, adapter, "--zerolap-tier", "0", "-k", "DEV-1")
     assert run.returncode == 1, run.stdout
     assert "FAILED DEV-1" in run.stdout
 
