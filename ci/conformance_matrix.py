@@ -2,7 +2,7 @@
 
     python ci/conformance_matrix.py [--tier 3] [--ranks 1 2 4]
 
-Adapters for devices that are not here run on the simulated one (tests/stand_ins.py).
+Adapters for devices that are not here run on the simulated one (tests/support/stand_ins.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 ADAPTERS = [
     "cpu_gloo",
     "zerolap_sim.installed:SimAdapter",
-    *(f"stand_ins:{n}" for n in ("cuda_nccl", "xpu", "ascend_hccl")),
+    *(f"support.stand_ins:{n}" for n in ("cuda_nccl", "xpu", "ascend_hccl")),
 ]
 
 

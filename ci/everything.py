@@ -97,7 +97,7 @@ def _inside(env: str, *command: str) -> Command:
 
 def _again_in_test(failed: list[str]) -> list[Command]:
     """What ``ci/test`` does, but of the tests only those. The conformance suite has no part that could be tried alone."""
-    tests = [test for test in failed if test.startswith("tests/")]
+    tests = [test for test in failed if test.startswith(("tests/", "adapters/"))]
     suite = _inside("test", "pytest", "--pyargs", "zerolap_conformance", "--zerolap-adapter", "cpu_gloo")
     return [("ci/run_tox", "-e", "lint"), *([_inside("test", "pytest", *tests)] if tests else []), suite]
 

@@ -1,4 +1,4 @@
-"""Follow VENDORS.md as a vendor would, in an empty folder and a fresh environment, with the example package of tests/acme.
+"""Follow VENDORS.md as a vendor would, in an empty folder and a fresh environment, with the example package of tests/support/acme.
 
     python ci/try_vendor.py FOLDER
 
@@ -21,7 +21,7 @@ def main(folder: Path) -> int:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     _copy_project(folder / "zerolap")
-    shutil.copytree(ROOT / "tests/acme", folder / "zerolap-acme")
+    shutil.copytree(ROOT / "tests/support/acme", folder / "zerolap-acme")
     environment = fresh_environment(folder / "env")
     (commands,) = re.findall(r"```sh\n(pip install.*?)```", (ROOT / "VENDORS.md").read_text(), re.DOTALL)
     driver = [

@@ -1,0 +1,14 @@
+"""What the adapter uses of the installed torch is there, by ci/check_vendor_api.py."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from support.vendor_api import check_vendor_api  # noqa: F401 - a fixture
+
+
+def test_what_the_adapter_uses_of_the_installed_torch_is_there(check: ModuleType) -> None:
+    findings = check.Findings()
+    check.check_xpu(check.source_of("xpu"), findings)
+    assert findings.missing == []
+    assert "torch.xpu.is_available in torch" in " ".join(findings.checked)
