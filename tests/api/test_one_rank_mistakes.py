@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import zerolap
 from support.ranks import on_ranks
-from support.training import Mlp, assert_same_params, batches, iterate, pair
+from support.training import Mlp, assert_same_params, backward, batches, iterate, pair
 from zerolap_conformance.ranks import run_ranks
 from zerolap_cpu_gloo import CpuGlooAdapter
 
@@ -267,3 +267,34 @@ def test_parameters_can_be_given_with_their_names_as_to_torchs_optimizers(in_gro
         assert_same_params(ours, oracle, f"loaded, {i}")
     with pytest.raises((ValueError, zerolap.ZerolapError), match="with/without names"):
         again.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+
+
+# --- clipping ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("right", [2.0, float("inf")])
+@pytest.mark.parametrize(
+    "wrong", [{"norm_type": 0.0}, {"norm_type": "two"}, {"max_norm": None}, {"max_norm": 7.0}, {"norm_type": 3.0}]
+)
+@on_ranks(2)
+def test_arguments_of_clipping_that_one_rank_gets_wrong_are_refused_on_all(right: float, wrong: dict[str, Any]) -> None:
+    oracle, ours = pair()
+    plain = torch.optim.AdamW(oracle.parameters(), **ADAMW)
+    zero = Zero(ours.parameters(), torch.optim.AdamW, overlap_with_ddp=True, **ADAMW)
+    zerolap.attach(ours, zero, schedule="on_step")
+    good = {"max_norm": 0.5, "norm_type": right}
+    for i, x in enumerate(batches(3)):
+        backward(oracle, x)
+        backward(ours, x)
+        start = time.monotonic()
+        with pytest.raises((TypeError, ValueError), match=r"max_norm|norm_type"):
+            zero.clip_grad_norm_(**{**good, **(wrong if dist.get_rank() == 1 else {})})
+        assert time.monotonic() - start < 10, "nobody waits for the time limit"
+        nn.utils.clip_grad_norm_(oracle.parameters(), **good)
+        zero.clip_grad_norm_(**good)
+        plain.step()
+        zero.step()
+        plain.zero_grad()
+        zero.zero_grad()
+        for a, b in zip(ours.parameters(), oracle.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=f"step {i}")

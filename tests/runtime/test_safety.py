@@ -220,7 +220,7 @@ def _other_collective() -> None:
 def test_ranks_that_start_different_collectives_are_told_both_sides_at_once() -> None:
     expected = (
         r"rank 0 starts collective (\d+): all-gather of bucket 0, \d+ elements of torch.float32; "
-        r"rank 1 starts collective \1: all-reduce \(norm of gradients\), 2 elements of torch.float64"
+        r"rank 1 starts collective \1: all-reduce \(norm of gradients\), 3 elements of torch.float64"
     )
     for outcome in try_ranks(2, _other_collective, limit=60, group_timeout=40):
         assert re.search(expected, outcome.error or ""), outcome.error

@@ -124,6 +124,7 @@ def start_engine(
         names=names or {},
         is_lazy=gather is Gather.LAZY,
         is_alone=zero.world_size == 1,
+        waits_on_host=probe.has_times,
         asks_for_use=agreement is not Agreement.NEVER,
         group=group,
         hook=hook,

@@ -6,7 +6,7 @@ import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -75,8 +75,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         overlap_with_ddp: bool = False,
         **defaults: Any,
     ) -> None:
-        given: object = process_group
-        if given is dist.GroupMember.NON_GROUP_MEMBER:
+        if cast(object, process_group) is dist.GroupMember.NON_GROUP_MEMBER:
             raise ValueError(
                 "this rank is not in the process_group; make the optimizer on the ranks of that group only"
             )

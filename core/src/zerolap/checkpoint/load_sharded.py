@@ -56,8 +56,14 @@ def load(
     """Load the latest checkpoint, or that of ``step``; called by all ranks of the optimizer's group, however many there are.
 
     FileNotFoundError if there is none; CheckpointError, on all ranks and with nothing changed, if it is damaged or does not fit.
-    With ``strict=False`` parameters that it does not have stay as they are, and those it has beyond the model's are left out; so is
-    the state of another optimizer class where it does not fit, and its options.
+
+    Args:
+        folder: The folder that ``save`` was given.
+        model: The DDP, or the module in it, to load into.
+        optimizer: The optimizer to load into, attached or not.
+        step: Which checkpoint, the same on all ranks. Default: the one that was written last.
+        strict: If False, parameters that it does not have stay as they are, and those it has beyond the model's are left out; so is the
+            state of another optimizer class where it does not fit, and its options. Shapes must match all the same.
     """
     group = optimizer.process_group
     path = _chosen(folder, step, group)

@@ -42,11 +42,18 @@ def save(
     keep: int | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """Save model and optimizer, each rank its own part; called by all ranks of the optimizer's group.
+    """Save model and optimizer atomically, each rank its own part; called by all ranks of the optimizer's group.
 
-    ``extra`` is the first rank's: numbers, strings, tensors, and containers of them. With ``keep`` only that many of the checkpoints
-    that were written last are kept, this one among them. The folder must be the same one for all ranks. CheckpointError, on all
-    ranks, if it could not be written: what was there before is as it was.
+    CheckpointError, on all ranks, if it could not be written: earlier checkpoints are unchanged.
+
+    Args:
+        folder: The folder of checkpoints, one that all ranks share.
+        model: The DDP, or the module in it.
+        optimizer: The optimizer; each rank writes the state that it holds.
+        step: The number of this checkpoint, the same on all ranks.
+        extra: Anything else to resume with, of the first rank: tensors, numbers, strings and containers of them.
+        keep: How many checkpoints to keep, of those that were written last, this one included. Default: all.
+        overwrite: Replace a checkpoint of the same step; without it that is a FileExistsError.
     """
     group = optimizer.process_group
 
@@ -79,6 +86,15 @@ def async_save(
 
     Wait for the last one before the process ends. A save that fails does not keep the next one from being made: its error is raised
     by ``wait()``, and is a warning of the next save if ``wait()`` was never called.
+
+    Args:
+        folder: As in ``save``, like all others.
+        model: It may be trained on as soon as this returns.
+        optimizer: So may this.
+        step: The number of this checkpoint.
+        extra: Anything else to resume with.
+        keep: How many checkpoints to keep.
+        overwrite: Replace a checkpoint of the same step.
     """
     group = optimizer.process_group
 

@@ -288,7 +288,7 @@ class Bucket:
                 if is_lane:
                     raise failure from error
                 common.raise_failure()
-            if common.lane.is_caller():
+            if common.waits_on_host or common.lane.is_caller():
                 if not common.is_lazy:
                     common.probe.now.ended.append(perf_counter())
                 self.forget_gather()  # or else the lane or another stream has waited, and the next one must, too

@@ -39,6 +39,7 @@ class Common:
     names: Mapping[Tensor, str]  # of parameters, as the module has them
     is_lazy: bool
     is_alone: bool  # there is no other rank
+    waits_on_host: bool  # what one thread has waited for is there for all
     asks_for_use: bool  # parameters may be unused, on this rank or on all
     group: dist.ProcessGroup | None  # that the lane uses; None once it was given up
     hook: Hook | None = None  # reduces, where that is somebody else's

@@ -92,14 +92,15 @@ class ReducedGradients:
         local = torch.stack(norms) if norms else torch.zeros(1, dtype=dtype, device=self._device)
         is_max = norm_type == math.inf
         code = math.inf if mistake is not None else zlib.crc32(f"{max_norm} {norm_type}".encode()) % 1024
-        both = torch.stack([local.max() if is_max else (local**norm_type).sum(), torch.full_like(local[0], code)])
+        codes = torch.tensor([code, -code], dtype=dtype, device=local.device)
+        mine = torch.cat([(local.max() if is_max else (local**norm_type).sum()).reshape(1), codes])
         op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
-        total, codes = self._over_all_ranks(both, op, "norm of gradients")
+        total, *found = self._over_all_ranks(mine, op, "norm of gradients")
         if mistake is not None:
             raise mistake
         if not capabilities.futures_complete_at_enqueue:
-            expected = code if is_max else code * self._book.world_size
-            if codes.item() != expected:
+            times = 1 if is_max else self._book.world_size
+            if [each.item() for each in found] != [times * code, -times * code]:
                 raise ValueError(
                     f"clip_grad_norm_(max_norm={max_norm}, norm_type={norm_type}) was called with other or wrong arguments on "
                     "another rank; all ranks must give the same"
