@@ -399,11 +399,12 @@ def test_peak_memory_is_within_one_bucket_of_the_plan(schedule: str, gather: str
     x = torch.randn(1, width)
     backward(ddp, x)  # gradients, and DDP's own buckets
     backward(ddp, x)
+    attach = zerolap.attach  # imported now: its code is no part of what training takes
     gc.collect()
     before, _ = _resident()
     _reset_peak()
     adapter = CpuGlooAdapter(shares_memory=shares_memory)
-    handle = zerolap.attach(ddp, zero, schedule=schedule, gather=gather, adapter=adapter)
+    handle = attach(ddp, zero, schedule=schedule, gather=gather, adapter=adapter)  # type: ignore[arg-type]
     for _ in range(5):
         backward(ddp, x)
         zero.step()
@@ -417,4 +418,5 @@ def test_peak_memory_is_within_one_bucket_of_the_plan(schedule: str, gather: str
     planned = 3 * 4 * numel / n + bucket * (5 if shares_memory else 1)
     grown, planned, bucket = (peak - before) / MB, planned / MB, bucket / MB
     seen = f"grew by {grown:.1f} MB; planned {planned:.1f} MB, a bucket has {bucket:.1f} MB"
+    print(seen)
     assert 0.9 * planned < grown < planned + bucket, seen

@@ -26,6 +26,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import zerolap
+from support import ROOT
 from support.ranks import on_ranks
 from support.training import HOOK_MAKERS, Mlp, backward, batches, overlapped
 from zerolap_conformance.ranks import try_ranks
@@ -346,7 +347,8 @@ def test_a_store_that_is_stopped_while_a_group_is_opened_ends_it_in_time(how: st
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_failures as t; "
+    paths = [str(Path(__file__).parent), str(ROOT / "tests")]
+    code = f"import sys; sys.path[:0] = {paths!r}; import test_failures as t; "
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", f"{code}t.open_with_a_stopped_store({rank}, {port}, {how!r})"],

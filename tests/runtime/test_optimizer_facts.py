@@ -308,7 +308,7 @@ def test_states_that_cannot_be_moved_are_refused_when_overlap_begins() -> None:
         backward(plain, next(batches(1)))
         zero.step()  # states stay where they are
     for message in said["subclass"]:
-        assert "its 'moment' is no plain tensor but a AloneInItsState" in message, message
+        assert "its 'moment' is not a plain tensor but a AloneInItsState" in message, message
     for message in said["object"]:
         assert "the state of Immovable cannot be moved between ranks" in message, message
     for message in said["hidden"]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -243,7 +244,7 @@ START_GATHER, WAIT, ON_BUCKET = Bucket.start_gather, Bucket.wait, Engine.on_buck
 def _replacing(mutant: type) -> Iterator[None]:
     kept: list[tuple[Any, str, Any]] = []
     if issubclass(mutant, Mutant):
-        names = [name for name, value in vars(mutant).items() if callable(value)]
+        names = [name for name, value in vars(mutant).items() if isinstance(value, FunctionType)]
         kept = [(mutant.target, name, vars(mutant.target)[name]) for name in names]
     table = dict(engine_module._DO)
     try:

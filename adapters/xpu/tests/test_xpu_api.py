@@ -12,3 +12,4 @@ def test_what_the_adapter_uses_of_the_installed_torch_is_there(check: ModuleType
     check.check_xpu(check.source_of("xpu"), findings)
     assert findings.missing == []
     assert "torch.xpu.is_available in torch" in " ".join(findings.checked)
+    assert "dist.ProcessGroupXCCL.Options._timeout in torch's stubs" in findings.checked
