@@ -163,7 +163,18 @@ class VotesBeforeAGatherIsOver(CpuGlooAdapter):
         return Later(super().all_reduce(tensor, group=group, **options), lambda: tensor.copy_(kept))
 
 
-@caught_by("OVL-10", but_not_by="OVL-5 OVL-8 OVL-11")
+@caught_by("OVL-10", but_not_by="COL-1 OVL-5 OVL-8 OVL-11")
+class SumsDoublesInHalves(CpuGlooAdapter):
+    """Sums of doubles are taken in 16 bits, which is exact for small whole numbers."""
+
+    def all_reduce(self, tensor: Tensor, **options: Any) -> Pending:
+        if tensor.dtype != torch.float64:
+            return super().all_reduce(tensor, **options)
+        half = tensor.half()
+        return Later(super().all_reduce(half, **options), lambda: tensor.copy_(half))
+
+
+@caught_by("COL-1", but_not_by="OVL-5 OVL-8 OVL-11")
 class OverlooksScalars(CpuGlooAdapter):
     """Counts the elements by multiplying the dimensions, starting with the first: a scalar has none."""
 

@@ -97,6 +97,10 @@ def sums(adapter: Adapter) -> None:
         x = small_numbers(size, group.rank(), dtype).to(device)
         adapter.all_reduce(x, op=dist.ReduceOp.SUM, group=group, what=f"sum of {size}").wait()
         expect_equal(x, _sums(size, group.size(), dtype), f"{size} elements of {dtype}")
+    for dtype in REDUCED:  # of no dimension, as a loss or a norm is
+        x = small_numbers(1, group.rank(), dtype).reshape(()).to(device)
+        adapter.all_reduce(x, op=dist.ReduceOp.SUM, group=group, what="sum of a scalar").wait()
+        expect_equal(x.reshape(1), _sums(1, group.size(), dtype), f"a scalar of {dtype}")
 
 
 @requirement("COL-2", "An all-reduce finds the maximum, by which ranks agree on which parameters were used.", tier=2)
