@@ -163,15 +163,15 @@ class VotesBeforeAGatherIsOver(CpuGlooAdapter):
         return Later(super().all_reduce(tensor, group=group, **options), lambda: tensor.copy_(kept))
 
 
-@caught_by("OVL-10", but_not_by="COL-1 OVL-5 OVL-8 OVL-11")
-class SumsDoublesInHalves(CpuGlooAdapter):
-    """Sums of doubles are taken in 16 bits, which is exact for small whole numbers."""
+@caught_by("OVL-10", but_not_by="DEV-8 COL-1 OVL-5 OVL-8 OVL-11")
+class LosesFractionsBesideLargeNumbers(CpuGlooAdapter):
+    """One exponent for all numbers of an all-reduce: beside one of eight or more, the others are rounded to whole numbers."""
 
     def all_reduce(self, tensor: Tensor, **options: Any) -> Pending:
-        if tensor.dtype != torch.float64:
-            return super().all_reduce(tensor, **options)
-        half = tensor.half()
-        return Later(super().all_reduce(half, **options), lambda: tensor.copy_(half))
+        pending = super().all_reduce(tensor, **options)
+        if not tensor.is_floating_point():
+            return pending
+        return Later(pending, lambda: tensor.round_() if tensor.abs().max() >= 8 else None)
 
 
 @caught_by("COL-1", but_not_by="OVL-5 OVL-8 OVL-11")
