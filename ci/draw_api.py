@@ -50,7 +50,8 @@ Generated from the sources by `python ci/draw_api.py`, for version {version}; do
 Public are the names on this page, `zerolap.__version__`, the entry point group `zerolap.adapters`, the environment variable
 `ZEROLAP_DEBUG`, the [command line](command-line.md) with its exit codes and what `--json` prints, and the formats of checkpoints
 and verdicts. All names are typed, and the packages say so (`py.typed`). Whatever is not here may change in any version, and so may
-the words of a message; the types of exceptions stay.
+the words of a message; the types of exceptions stay. Sub-packages of `zerolap` other than `zerolap.checkpoint` are internal: import
+public names from these two.
 
 * **Versions** are `major.minor.patch`, one for all packages. A patch changes none of this, a minor version adds to it, a
   major version may take away. Before 1.0 a minor version may take away, too, but by the next rule only.

@@ -35,7 +35,12 @@ def logger_of(name: str) -> logging.Logger:
 
 @public
 def log_to_stderr(level: int | str = "INFO", *, ranks: tuple[int, ...] | None = None) -> logging.Handler:
-    """Print what zerolap has to say, from these ranks or from all. Returns the handler, for ``removeHandler``."""
+    """Print zerolap's log records to stderr. Returns the handler, for ``removeHandler``.
+
+    Args:
+        level: The least level that is printed, as ``logging`` takes it.
+        ranks: Only of these ranks. Default: of all.
+    """
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter(FORMAT))
     if ranks is not None:

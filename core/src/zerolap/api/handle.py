@@ -100,7 +100,8 @@ class Handle:
     def trace(self, path: str | os.PathLike[str] | None = None) -> AbstractContextManager[Trace]:
         """Note when each bucket's gradients were ready, its reduction, update and gathering began and ended, and who waited.
 
-        With a ``path``, a folder, each rank writes a file there at the end, and ``zerolap trace PATH`` shows them all.
+        Args:
+            path: A folder, to which each rank writes a file at the end; ``zerolap trace PATH`` shows them all. Default: none is written.
         """
         if not self.is_attached:
             raise RuntimeError("there is nothing to trace: this was detached")
@@ -140,7 +141,12 @@ class Handle:
 def trace(
     target: Handle | DistributedDataParallel | ZeroRedundancyOptimizer, path: str | os.PathLike[str] | None = None
 ) -> AbstractContextManager[Trace]:
-    """``handle.trace(path)`` for who has no handle at hand: of a DDP, or an optimizer, that is attached or has a hook."""
+    """``handle.trace(path)`` without a handle: of a DDP, or an optimizer, that is attached or has a hook.
+
+    Args:
+        target: A handle, the DDP or the optimizer.
+        path: As in ``Handle.trace``.
+    """
     if isinstance(target, Handle):
         return target.trace(path)
     engine: Engine | None

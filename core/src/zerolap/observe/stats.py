@@ -65,7 +65,13 @@ class HasStats(Protocol):
 
 @public
 class StatsWriter:
-    """Writes a handle's stats as scalars; each point is of the time since the one before."""
+    """Writes a handle's stats as scalars; each point is of the time since the one before.
+
+    Args:
+        handle: What ``attach`` returned.
+        writer: Anything with ``add_scalar(name, value, step)``, such as TensorBoard's ``SummaryWriter``.
+        prefix: Of the scalars' names.
+    """
 
     def __init__(self, handle: HasStats, writer: ScalarWriter, *, prefix: str = "zerolap") -> None:
         self._handle = handle
