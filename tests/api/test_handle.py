@@ -213,19 +213,19 @@ def test_20_cycles_on_streams_leave_no_more_threads_than_the_first_few() -> None
         assert max(num_threads[5:]) <= max(num_threads[:5]) + 4, num_threads
 
 
-@pytest.mark.parametrize("is_hook", [False, True], ids=["attached", "hook"])
+@pytest.mark.parametrize("way", ["attached", "masters", "hook"])
 @on_ranks(2)
-def test_nothing_is_left_open_when_ddp_and_optimizer_are_dropped(is_hook: bool) -> None:
+def test_nothing_is_left_open_when_ddp_and_optimizer_are_dropped(way: str) -> None:
     gc.collect()
     gc.disable()
     before = _num_open()
     for _ in range(3):
         ddp = DDP(Mlp(), bucket_cap_mb=0.004)
-        if is_hook:
+        if way == "hook":
             zero = overlapped(ddp, ddp.parameters(), torch.optim.SGD, hook=_own_hook, lr=0.1)
         else:
             zero = _zero(ddp)
-            zerolap.attach(ddp, zero, gather="lazy")
+            zerolap.attach(ddp, zero, gather="lazy", master_weights=way == "masters")
         for x in batches(3):
             iterate(ddp, zero, x)
         assert _num_open() > before

@@ -340,3 +340,30 @@ def test_a_copy_made_inside_backward_is_an_ordinary_module() -> None:
     for head in made:
         assert type(head._parameters) is dict
         head(torch.ones(2, WIDTH)).sum().backward()
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "after_backward"])
+@on_ranks(2)
+def test_modules_are_as_they_were_after_an_update_that_failed_while_they_were_watched(schedule: str) -> None:
+    ddp = DDP(nn.Sequential(*(nn.Linear(8, 8) for _ in range(6))), bucket_cap_mb=0.0003)
+    zero = zerolap.ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=1e-6)
+    handle = zerolap.attach(ddp, zero, schedule=schedule)  # type: ignore[arg-type]
+    for i in range(3):
+        if i == 2:  # the layout is known, so that this backward is watched; its first update fails
+
+            def fail(*_: Any) -> None:
+                raise ArithmeticError("out of luck")
+
+            assert zero._engine is not None
+            zero._engine.update.check = fail
+            with pytest.raises(zerolap.ZerolapError, match="out of luck"):
+                ddp(torch.ones(2, 8)).sum().backward()
+        else:
+            ddp(torch.ones(2, 8)).sum().backward()
+    assert all(type(module._parameters) is dict for module in ddp.module.modules())
+    assert not any(module._forward_pre_hooks for module in ddp.module.modules())
+    handle.detach()
+    zerolap.attach(ddp, zero, schedule=schedule)  # type: ignore[arg-type]
+    for _ in range(4):
+        ddp(torch.ones(2, 8)).sum().backward()
+    assert torch.isfinite(ddp(torch.ones(2, 8))).all()

@@ -132,7 +132,7 @@ class Bucket:
     def record(self, buffer: Tensor, offsets: tuple[int, ...]) -> None:
         """DDP has other memory for these gradients now, or will have."""
         self.buffer, self.offsets = buffer, offsets
-        self.scatter = self.gradients = None
+        self.scatter = self.gradients = self.reduced = None
 
     def uninstall(self) -> None:
         """Its parameters are about to move elsewhere."""
@@ -262,16 +262,14 @@ class Bucket:
         common = self.common
         if common.failures.is_forked:
             raise forked()  # the lock may be held by a thread that is not here
-        trace = common.probe.trace
-        if trace is not None:
+        trace, start = common.probe.trace, perf_counter()
+        if trace is None:
+            self._wait(is_lane=is_lane)
+        else:
             kind, name = ("wait", "gather") if is_lane else ("use", trace.name_of(param))
             with common.probe.noting(kind, self.index, name):
                 self._wait(is_lane=is_lane)
-        elif is_lane:
-            self._wait(is_lane=True)
-        else:
-            start = perf_counter()
-            self._wait(is_lane=False)
+        if not is_lane:
             common.probe.now.used.append((start, perf_counter()))
 
     def _wait(self, *, is_lane: bool) -> None:
@@ -285,6 +283,8 @@ class Bucket:
                 self._refuse_early_writes()
             except Exception as error:
                 failure = common.failures.note(error)
+                if is_lane and failure is error:
+                    raise
                 if is_lane:
                     raise failure from error
                 common.raise_failure()
@@ -295,8 +295,8 @@ class Bucket:
 
     def forget_gather(self) -> None:
         """Everybody has waited for it."""
+        self.common.in_flight.pop(self.index, None)  # first: once it is None the lane may start the next one
         self.gathering = None
-        self.common.in_flight.pop(self.index, None)
 
     def _refuse_early_writes(self) -> None:
         """[Note: writes that come too early] Who reaches a parameter through its module or its optimizer waits for it, but

@@ -19,6 +19,7 @@ be told.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from time import perf_counter
@@ -246,7 +247,7 @@ class Rereads:
     """Watches one DDP's module while its engine updates inside backward. On backward's thread only."""
 
     def __init__(self, module: nn.Module, *, common: Common, machine: Machine) -> None:
-        self._module = module
+        self._module = weakref.ref(module)  # which may have hooks that keep the engine
         self._common = common
         self._machine = machine
         self._num_left = 0
@@ -294,19 +295,23 @@ class Rereads:
         if self._num_left == 0 or current_graph_task_id() == -1:  # -1 for a rank that has joined
             return
         self._num_left -= 1
-        modules = list(self._module.modules())
+        module = self._module()
+        assert module is not None, "a backward is that of a model that is alive"
+        modules = list(module.modules())
         if not any(map(is_compiled, modules)):
             self.is_watching = True
-            for module in modules:
-                if parameters_of(module):
-                    self._watch(module)
+            for each in modules:
+                if parameters_of(each):
+                    self._watch(each)
 
     def _watch(self, module: nn.Module) -> None:
         before = parameters_of(module)
         params = tuple(param for param in dict.values(before) if param is not None and param.requires_grad)
         for param in params:
             self._siblings[param] = (*self._siblings.get(param, ()), *params)
-        if hasattr(before, "look"):  # where modules wait for their parameters already
+        if hasattr(before, "look") and not isinstance(
+            before, _WatchedParameters
+        ):  # where modules wait for their parameters already
             before.look = self._look
             self._undo.append(partial(setattr, before, "look", None))
             return
@@ -323,7 +328,9 @@ class Rereads:
         if not _is_recomputing():
             return  # a hook that looks at a gradient, for instance
         self.end()
-        name = next(name for name, each in self._module.named_parameters() if each is param)
+        module = self._module()
+        assert module is not None
+        name = next(name for name, each in module.named_parameters() if each is param)
         error = ZerolapError(
             f"{name} is read again inside backward after its gradient was complete, and may have its new value there: what is computed "
             "again (activation checkpointing), or a function's backward, uses it as a constant, by detach(), .data or under no_grad(). "

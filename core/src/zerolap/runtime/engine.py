@@ -91,10 +91,10 @@ class Engine:
             return self._give_back(bucket)
         is_joined = current_graph_task_id() == -1  # its hook is run without a backward
         try:
-            if index == 0:
-                self._begin_backward()
             is_last, is_known = bucket.is_last(), self._is_known(index, bucket)
             actions = self.machine.bucket_ready(index, is_last=is_last, is_known=is_known, is_joined=is_joined)
+            if index == 0:
+                self._begin_backward()
             self._do_at_once(actions, bucket, state)
             if self.machine.phase is Phase.LAYOUT_SEEN:
                 actions += self._compare_layouts(bucket)
@@ -145,7 +145,7 @@ class Engine:
     def raise_if_failed(self) -> None:
         if self.common.failures.first is not None:
             self.machine.failed()
-            self.common.raise_if_failed()
+        self.common.raise_if_failed()
 
     def _fail(self, error: Exception, where: str) -> None:
         self.common.failures.note_at(error, where)
@@ -157,9 +157,10 @@ class Engine:
         self.common.close()
         forget_frames(self.common.failures.first)
         self._end_later.detach()
-        for bucket in {*self.installed, *self.layout, *self.at_hand}:
+        for bucket in {*self.installed, *self.layout, *self.at_hand, *self._recording.buckets}:
             bucket.release()
         self.at_hand.clear()
+        self._rereads.end()
         self.strategy.close()
         self.observers.clear()
         self.common.group = self.update.check = None
@@ -223,12 +224,12 @@ class Engine:
 
     def _give_back(self, bucket: GradBucket) -> Future[Tensor]:
         """A bucket as it came, for DDP to end its backward with. See [Note: failures]."""
+        self._rereads.end()
         if current_graph_task_id() == -1:
             self.common.raise_failure()
         self._end.expect(self.layout)
         buffer = bucket.buffer()
-        is_on_stream = self.common.adapter.capabilities.futures_complete_at_enqueue
-        future: Future[Tensor] = Future(devices=[buffer.device] if is_on_stream else None)
+        future: Future[Tensor] = Future(devices=None if self.common.waits_on_host else [buffer.device])
         future.set_result(buffer)
         return future
 
@@ -243,7 +244,8 @@ class Engine:
         self.probe.lane_ended_at = perf_counter()
         if self.probe.trace is not None:
             self.probe.note_lane(self.probe.trace)
-        return bucket.buffer if bucket.gradients is None else bucket.gradients
+        gradients, bucket.gradients = bucket.gradients, None
+        return bucket.buffer if gradients is None else gradients
 
     def _do(self, actions: Sequence[Action]) -> None:
         """Do what may wait; the rest was done when the machine asked for it."""
@@ -283,7 +285,8 @@ class Engine:
 
     def _finish_update(self) -> None:
         self.update.finish(self.book.locals[0])
-        self.at_hand.clear()
+        while self.at_hand:
+            self.at_hand.pop().reduced = None  # which may be memory of a hook's own
         self.probe.num_updates += 1
         self._on_update()
 

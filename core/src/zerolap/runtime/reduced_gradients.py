@@ -91,14 +91,20 @@ class ReducedGradients:
         norms = [torch.linalg.vector_norm(shard, norm_type, dtype=dtype) for shard in shards]
         local = torch.stack(norms) if norms else torch.zeros(1, dtype=dtype, device=self._device)
         is_max = norm_type == math.inf
-        code = math.inf if mistake is not None else zlib.crc32(f"{max_norm} {norm_type}".encode()) % 1024
-        codes = torch.tensor([code, -code], dtype=dtype, device=local.device)
-        mine = torch.cat([(local.max() if is_max else (local**norm_type).sum()).reshape(1), codes])
+        is_read = not capabilities.futures_complete_at_enqueue
+        code = (
+            math.inf if mistake is not None else zlib.crc32(f"{max_norm} {norm_type}".encode()) % 1024 if is_read else 0
+        )
+        both = [
+            local.new_full((1,), code),
+            local.new_full((1,), -code),
+        ]  # filled on the device: a copy would wait for it
+        mine = torch.cat([(local.max() if is_max else (local**norm_type).sum()).reshape(1), *both])
         op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
         total, *found = self._over_all_ranks(mine, op, "norm of gradients")
         if mistake is not None:
             raise mistake
-        if not capabilities.futures_complete_at_enqueue:
+        if is_read:
             times = 1 if is_max else self._book.world_size
             if [each.item() for each in found] != [times * code, -times * code]:
                 raise ValueError(
