@@ -349,13 +349,13 @@ def test_modules_are_as_they_were_after_an_update_that_failed_while_they_were_wa
     zero = zerolap.ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=1e-6)
     handle = zerolap.attach(ddp, zero, schedule=schedule)  # type: ignore[arg-type]
     for i in range(3):
-        if i == 2:  # the layout is known, so that this backward is watched; its first update fails
+        if i == 2:  # the layout is known, so that this backward is watched; its second bucket cannot be reduced
 
-            def fail(*_: Any) -> None:
-                raise ArithmeticError("out of luck")
+            def fail() -> Any:
+                raise RuntimeError("out of luck")
 
             assert zero._engine is not None
-            zero._engine.update.check = fail
+            zero._engine.layout[1].scatter = fail
             with pytest.raises(zerolap.ZerolapError, match="out of luck"):
                 ddp(torch.ones(2, 8)).sum().backward()
         else:
