@@ -145,7 +145,7 @@ class Engine:
     def raise_if_failed(self) -> None:
         if self.common.failures.first is not None:
             self.machine.failed()
-        self.common.raise_if_failed()
+            self.common.raise_if_failed()
 
     def _fail(self, error: Exception, where: str) -> None:
         self.common.failures.note_at(error, where)
