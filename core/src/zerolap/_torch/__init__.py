@@ -7,6 +7,7 @@ function under another name, or an ``attrgetter``, and costs no Python frame. Wh
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import CodeType
@@ -115,6 +116,13 @@ _remove_autograd_hooks: Callable[[Any], None] = used("torch.distributed.Reducer.
 _register_comm_hook: Callable[[Any, object, Callable[..., Any]], None] = used(
     "torch._C._distributed_c10d._register_comm_hook"
 )
+_set_static_graph: Callable[[Any], None] = used("torch.distributed.Reducer._set_static_graph")
+# DDP then neither copies what lies in a bucket to gradients nor lets gradients point there.
+_leave_gradients_alone: Callable[[Any], None] = used("torch.distributed.Reducer._set_optimizer_in_backward")
+_assign_to_buckets: Callable[[list[Tensor], list[int]], tuple[list[list[int]], list[int]]] = used(
+    "torch.distributed._compute_bucket_assignment_by_size"
+)
+_HAS_REBUILT = text("torch.nn.parallel.DistributedDataParallel._has_rebuilt_buckets")
 _REBUCKETING = (
     text("torch.nn.parallel.DistributedDataParallel._bucket_config"),
     text("torch.nn.parallel.DistributedDataParallel._ddp_init_helper"),
@@ -129,15 +137,68 @@ def can_rebucket(ddp: DistributedDataParallel) -> bool:
     return all(hasattr(ddp, name) for name in _REBUCKETING)
 
 
-def rebucket(ddp: Any, *, cap: int, first_cap: int) -> None:
-    """Give DDP buckets of at most ``cap`` bytes, as if it had been made with them; between two iterations."""
-    ddp._bucket_config = dataclasses.replace(ddp._bucket_config, bucket_bytes_cap=cap, first_bucket_bytes_cap=first_cap)
-    ddp.bucket_bytes_cap = cap
+def bucket_caps_of(ddp: Any) -> tuple[int, int]:
+    """The most bytes of DDP's buckets, and of the first."""
+    return ddp._bucket_config.bucket_bytes_cap, ddp._bucket_config.first_bucket_bytes_cap
+
+
+def can_free_buckets(ddp: DistributedDataParallel) -> bool:
+    """Whether this torch's DDP can do without the memory of its buckets once they were reduced."""
+    return can_rebucket(ddp) and hasattr(dist.Reducer, text("torch.distributed.Reducer._set_optimizer_in_backward"))
+
+
+def rebucket(ddp: Any, *, cap: int, first_cap: int, is_freed: bool = False) -> None:
+    """Give DDP buckets of at most ``cap`` bytes, as if it had been made with them; between two iterations.
+
+    DDP begins with one bucket of everything, as it does not know yet in which order gradients come. If buckets are freed, it begins with
+    those that it will make later if they come from the model's end to its beginning, and leaves alone what lies in them.
+    """
+    config = dataclasses.replace(ddp._bucket_config, bucket_bytes_cap=cap, first_bucket_bytes_cap=first_cap)
     params, are_sparse = ddp._build_params_for_reducer()
+    # While it learns a static graph DDP hands over every bucket as number 0: there must be only one.
+    ddp._bucket_config = _FinalSizes(config, params) if is_freed and not ddp.static_graph else config
+    ddp.bucket_bytes_cap = cap
     _remove_autograd_hooks(ddp.reducer)
-    ddp._ddp_init_helper(params, are_sparse, ddp._build_debug_param_to_name_mapping(params), ddp.static_graph)
+    try:
+        ddp._ddp_init_helper(params, are_sparse, ddp._build_debug_param_to_name_mapping(params), ddp.static_graph)
+    finally:
+        ddp._bucket_config = config
+    setattr(ddp, _HAS_REBUILT, False)
+    if ddp.static_graph:
+        ddp._static_graph_delay_allreduce_enqueued = False
+        _set_static_graph(ddp.reducer)
+    if is_freed:
+        _leave_gradients_alone(ddp.reducer)
     for hook, state in ddp._comm_hooks:
         _register_comm_hook(ddp.reducer, state, hook)
+
+
+class _FinalSizes:
+    """A configuration of DDP's buckets by which it begins with those that it would make of gradients from the last to the first."""
+
+    def __init__(self, config: Any, params: Sequence[Tensor]) -> None:
+        self.first_bucket_bytes_cap = config.first_bucket_bytes_cap
+        backwards = list(reversed(params))
+        limits = list(config.per_bucket_bytes_caps) or [config.first_bucket_bytes_cap, config.bucket_bytes_cap]
+        self._rebuilt = list(config.per_bucket_bytes_caps)
+        buckets, _ = _assign_to_buckets(backwards, limits)
+        # Every bucket is full exactly where one of those ends: DDP fills them from the first parameter on.
+        self._limits = [sum(backwards[place].nbytes for place in bucket) for bucket in reversed(buckets)]
+
+    def compute_bucket_size_limits(self, **_: Any) -> tuple[list[int], list[int]]:
+        """What DDP asks for: limits for its first buckets, and for those that it makes when it knows the order."""
+        return self._limits, self._rebuilt
+
+
+def are_buckets_current(ddp: DistributedDataParallel) -> Callable[[], bool]:
+    """Tells, whenever it is asked, whether DDP still has the buckets it has now."""
+    has_rebuilt, seen, reducer = getattr(ddp, _HAS_REBUILT), weakref.ref(ddp), weakref.ref(ddp.reducer)
+
+    def are_current() -> bool:
+        now = seen()
+        return now is not None and now.reducer is reducer() and getattr(now, _HAS_REBUILT) == has_rebuilt
+
+    return are_current
 
 
 # --- process groups ---------------------------------------------------------------------------------------------------

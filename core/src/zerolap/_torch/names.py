@@ -42,6 +42,7 @@ _DCP = "torch.distributed.checkpoint"
 _LAZY = 'gather="lazy" and the search for late reads do not work'
 _NO_OWN_GROUP = "an adapter cannot open a group of its own, so nothing overlaps"
 _AUTO = 'schedule="auto" keeps the bucket size that DDP was made with'
+_SHARDED = "attach() refuses shard_gradients=True"
 
 _TENSORS = (
     PrivateName(
@@ -196,6 +197,11 @@ _DATA_PARALLEL = (
         "gives a hook to new buckets",
         'schedule="auto" cannot try another bucket size',
     ),
+    PrivateName(f"{_DDP}._has_rebuilt_buckets", "tells that DDP has made other buckets", _SHARDED),
+    PrivateName(f"{_DDP}._static_graph_delay_allreduce_enqueued", "is reset with new buckets", _SHARDED),
+    PrivateName("torch.distributed.Reducer._set_static_graph", "lets new buckets learn a static graph", _SHARDED),
+    PrivateName("torch.distributed.Reducer._set_optimizer_in_backward", "keeps DDP from using freed buckets", _SHARDED),
+    PrivateName("torch.distributed._compute_bucket_assignment_by_size", "makes DDP's first buckets", _SHARDED),
 )
 
 _GROUPS = (

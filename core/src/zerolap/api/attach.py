@@ -15,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zerolap._logging import logger_of
 from zerolap._public import public
-from zerolap.api.connect import connect_ranks, hook_of, start_engine, take_buckets
+from zerolap._torch import can_free_buckets
+from zerolap.api.connect import connect_ranks, hook_of, shard_gradients_of, start_engine, take_buckets
 from zerolap.api.handle import Handle, refresh_masters
 from zerolap.api.optimizer import ZeroRedundancyOptimizer
 from zerolap.api.preflight import called_together, check_sent_dtype, unwrapped
@@ -48,6 +49,7 @@ def attach(
     master_weights: bool = False,
     reduce_dtype: torch.dtype | None = None,
     gather_dtype: torch.dtype | None = None,
+    shard_gradients: bool = False,
     audit_every: int | None = None,
     nonfinite: Literal["ignore", "raise", "skip"] = "ignore",
 ) -> Handle:
@@ -70,12 +72,16 @@ def attach(
         master_weights: Keep fp32 copies of 16-bit parameters in the shards, and round the parameters from them after each update.
         reduce_dtype: The dtype in which gradients are sent and summed. Default: the parameters' own.
         gather_dtype: The dtype in which parameters are sent; a narrower one rounds them and needs ``master_weights``. Default: their own.
+        shard_gradients: ZeRO stage 2. The memory of whole gradients is freed bucket by bucket, as soon as they are reduced, and that of this
+            rank's part of their mean once it was used; ``.grad`` is None after backward. Needs a DDP without ``gradient_as_bucket_view``.
         audit_every: Compare checksums of all parameters and options between ranks after this many updates; a difference raises.
         nonfinite: What becomes of an update whose mean gradients have NaN or infinities. ``"ignore"``: it is made. ``"raise"``: all ranks
             raise before anything is changed; not with ``"interleaved"``. ``"skip"``: all ranks leave it out; only with ``"on_step"``.
     """
     precision = Precision(master_weights=master_weights, reduce_dtype=reduce_dtype, gather_dtype=gather_dtype)
-    wanted = _Attachment(ddp, unwrapped(optimizer), schedule, gather, precision, audit_every, nonfinite)
+    wanted = _Attachment(
+        ddp, unwrapped(optimizer), schedule, gather, precision, shard_gradients, audit_every, nonfinite
+    )
     return wanted.make(adapter)
 
 
@@ -88,6 +94,7 @@ class _Attachment:
     schedule: str
     gather: str | None
     precision: Precision
+    shard_gradients: bool
     audit_every: int | None
     nonfinite: str
     safety: Safety = field(default_factory=Safety)
@@ -117,13 +124,14 @@ class _Attachment:
         self.schedules, self.gathers = _ways(self.ddp, self.schedule, self.gather, self.safety)
         _check_attachable(self.ddp, self.optimizer, self.precision)
         _check_safety(self.safety, self.schedules[0])
+        _check_sharded_gradients(self.ddp, self.shard_gradients)
         if self.gathers == [Gather.LAZY] and (parts := compiled_parts(self.ddp)):
             raise ValueError(
                 f'gather="lazy" cannot wait inside what is compiled, which is {", ".join(parts[:5])}; use gather="eager" with '
                 "torch.compile and TorchScript"
             )
         gathers = [each.value for each in self.gathers]
-        return ["native", self.schedule, gathers, str(self.precision), str(self.safety)]
+        return ["native", self.schedule, gathers, str(self.precision), self.shard_gradients, str(self.safety)]
 
     def _connect(
         self, adapter: Adapter, groups: list[dist.ProcessGroup], undo: ExitStack
@@ -131,6 +139,8 @@ class _Attachment:
         """Start the engine and whatever looks at it or changes its ways; ``undo`` ends all of it."""
         ddp, optimizer, precision = self.ddp, self.optimizer, self.precision
         reduce_group, group = groups
+        if self.shard_gradients:
+            shard_gradients_of(ddp, undo)
         strategy = ReduceScatter(
             optimizer._book,
             adapter=adapter,
@@ -149,6 +159,7 @@ class _Attachment:
             schedule=self.schedules[0],
             gather=self.gathers[0],
             names={param: name for name, param in ddp.module.named_parameters()},
+            shards_gradients=self.shard_gradients,
         )
         audit, nonfinite = _observe(engine, self.safety)
         if precision.master_weights:
@@ -316,6 +327,18 @@ def _check_attachable(ddp: DistributedDataParallel, optimizer: ZeroRedundancyOpt
             f"{len(left_out)} trainable parameters of this DDP are not in the optimizer ({', '.join(left_out[:5])}): nobody "
             "would reduce their gradients; give the optimizer all of them, or use hook_with_zero_step"
         )
+
+
+def _check_sharded_gradients(ddp: DistributedDataParallel, wish: object) -> None:
+    if type(wish) is not bool:
+        raise TypeError(f"shard_gradients must be True or False, got {wish!r}")
+    if wish and ddp.gradient_as_bucket_view:
+        raise ValueError(
+            "shard_gradients=True frees DDP's buckets, and with gradient_as_bucket_view=True gradients would be views of freed memory; "
+            "make the DDP without gradient_as_bucket_view"
+        )
+    if wish and not can_free_buckets(ddp):
+        raise ValueError(f"shard_gradients=True needs a newer torch: the DDP of {torch.__version__} cannot do without its buckets")
 
 
 def _check_safety(safety: Safety, schedule: Schedule) -> None:

@@ -12,7 +12,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from zerolap._torch import PrefixStore, has_python_reducer, is_updated_in_backward, logging_data_of, store_of
+from zerolap._torch import (
+    PrefixStore,
+    bucket_caps_of,
+    has_python_reducer,
+    is_updated_in_backward,
+    logging_data_of,
+    rebucket,
+    store_of,
+)
 from zerolap.api.optimizer import ZeroRedundancyOptimizer, noting_updates
 from zerolap.api.preflight import check_kinds, meeting_group
 from zerolap.backend.base import Adapter
@@ -24,6 +32,7 @@ from zerolap.runtime.engine import DDPHook, Engine, agreement_of
 from zerolap.runtime.exchange_strategies import ExchangeStrategy
 from zerolap.runtime.failures import Failures
 from zerolap.runtime.optimizer_facts import refuse_immovable
+from zerolap.runtime.gradient_memory import GradientMemory
 from zerolap.runtime.peers import all_gather_json, forget_keys, refuse_together
 from zerolap.runtime.probe import Probe
 from zerolap.schedule.machine import Agreement, Gather, Machine, Schedule
@@ -108,17 +117,20 @@ def start_engine(
     gather: Gather = Gather.EAGER,
     names: Mapping[Tensor, str] | None = None,
     hook: Hook | None = None,
+    shards_gradients: bool = False,
 ) -> Engine:
     """Let a new engine update the optimizer until ``undo`` is closed; or until both are dropped, and their groups with them."""
     agreement, device, me = agreement_of(ddp), zero._default_device, f"rank {dist.get_rank()}"
     probe = Probe(waits_on_host=not adapter.capabilities.futures_complete_at_enqueue)
+    timeout = adapter.timeout(group).total_seconds() + _GRACE_SECONDS
+    memory = GradientMemory(ddp, waits_on_host=probe.has_times, timeout=timeout, me=me) if shards_gradients else None
     common = Common(
         me=me,
         adapter=adapter,
         lane=adapter.lane("update", device=device),
         reduce_side=adapter.side(device),
         gather_side=adapter.side(device),
-        timeout=adapter.timeout(group).total_seconds() + _GRACE_SECONDS,
+        timeout=timeout,
         failures=Failures(me, group, probe),
         probe=probe,
         names=names or {},
@@ -128,6 +140,7 @@ def start_engine(
         asks_for_use=agreement is not Agreement.NEVER,
         group=group,
         hook=hook,
+        gradient_memory=memory,
     )
     engine = Engine(
         zero._book,
@@ -165,6 +178,13 @@ def take_buckets(ddp: DistributedDataParallel, engine: Engine, optimizer: ZeroRe
     return hook
 
 
+def shard_gradients_of(ddp: DistributedDataParallel, undo: ExitStack) -> None:
+    """Let DDP begin with buckets of their final size, which it neither reads nor copies anything from, until ``undo`` is closed."""
+    cap, first_cap = bucket_caps_of(ddp)
+    rebucket(ddp, cap=cap, first_cap=first_cap, is_freed=True)
+    undo.callback(rebucket, ddp, cap=cap, first_cap=first_cap)
+
+
 def _check_unused(zero: ZeroRedundancyOptimizer) -> None:
     if not zero._overlap_with_ddp:
         raise ValueError("construct ZeroRedundancyOptimizer with overlap_with_ddp=True to overlap it with DDP")
@@ -181,6 +201,8 @@ def _check(ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer) -> None:
         raise ValueError("DDP's mixed_precision swaps parameters during backward; use torch.autocast instead")
     if ddp.skip_all_reduce_unused_params:
         raise ValueError("skip_all_reduce_unused_params=True hides buckets from hooks; leave it False")
+    if ddp.static_graph and getattr(ddp, "bucket_bytes_cap_list", None):
+        raise ValueError("with static_graph=True and bucket_cap_mb_list DDP numbers its first buckets wrongly; use bucket_cap_mb")
     if has_python_reducer(ddp):
         raise ValueError("DDP's Python reducer (compiled autograd) does not run hooks in backward; use the default one")
     if any(isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse for m in ddp.module.modules()):

@@ -21,6 +21,7 @@ from zerolap.backend.lanes import Pending, Waiter
 from zerolap.errors import CollectiveError, ZerolapError, forked
 from zerolap.runtime.common import Common
 from zerolap.runtime.flat_buffer import FlatBuffer, Marks
+from zerolap.runtime.gradient_memory import BucketMemory, Refillable
 from zerolap.runtime.param_groups import NOT_OPTIONS, Options, ParamGroup
 from zerolap.runtime.shard_optimizer import LocalOptimizer, Shard
 from zerolap.schedule.ownership import BucketOwners, Slot
@@ -82,6 +83,7 @@ class Bucket:
 
     1. ``start_reduce``: DDP's hook hands it over, full of gradients, and their reduction starts. On backward's thread.
     2. ``finish_reduce``: their mean is there, of the whole bucket or of this rank's shard of it. On the lane, as is all that follows.
+       With ``shard_gradients`` the memory of the whole is freed here, and taken again for the first gradient of the next backward.
     3. ``step``: the shard's optimizer updates the stand-ins, and with them the parameters that this rank owns.
     4. ``start_gather``: the updated shards go to all ranks.
     5. ``wait``: whoever uses one of its parameters next, the lane at the end of backward or the next forward, waits for the gather.
@@ -108,6 +110,8 @@ class Bucket:
     gradients: Tensor | None = (
         None  # what DDP shall take: the means, or where only the owner of an element has those, its own
     )
+    memory: BucketMemory | None = None  # of the buffer, and
+    shard_memory: Refillable | None = None  # of the shard's gradients, where they are freed when they were used
     _reduction: Waiter[Tensor] | Pending | None = None
 
     # Of the update, once installed: by the lane.
@@ -133,10 +137,20 @@ class Bucket:
         """DDP has other memory for these gradients now, or will have."""
         self.buffer, self.offsets = buffer, offsets
         self.scatter = self.gradients = self.reduced = None
+        if self.common.gradient_memory is not None:
+            self.memory = BucketMemory(self.index, buffer)
 
     def uninstall(self) -> None:
         """Its parameters are about to move elsewhere."""
         self.flat = self.shard = self.marks = self.gather = None
+
+    def give_back(self) -> Tensor:
+        """What DDP takes for the reduced bucket: that, or where whole gradients are freed, memory that it only makes views of."""
+        gradients, self.gradients = self.gradients, None
+        if self.common.gradient_memory is None:
+            return self.buffer if gradients is None else gradients
+        flat = None if self.flat is None else self.flat.buffer
+        return self.common.gradient_memory.readable(self.buffer) if flat is None else flat
 
     def release(self) -> None:
         """Let go of what belongs to groups and gradients."""
@@ -151,6 +165,8 @@ class Bucket:
         # Read now: once the bucket is reduced DDP gives a gradient to parameters that only other ranks used.
         self.used = [param.grad is not None for param in self.params] if common.asks_for_use else None
         self.reduced, self.gradients = None, self.buffer
+        if self.shard_memory is not None:
+            self._take_gradients()
         probe.now.begun.append(perf_counter())
         is_seen = probe.trace is not None or is_profiling()
         hook, side, scatter = common.hook, common.reduce_side, self.scatter
@@ -170,6 +186,15 @@ class Bucket:
                 raise  # already names what failed
             raise CollectiveError(f"the reduction could not be started: {type(error).__name__}: {error}") from error
 
+    def _take_gradients(self) -> None:
+        """DDP has copied them: let go of the parameters' own. Where a parameter has none, what lies in its place is nothing."""
+        assert self.shard_memory is not None
+        self.shard_memory.take()
+        for param, offset in zip(self.params, self.offsets, strict=True):
+            if param.grad is None:
+                self.buffer[offset : offset + param.numel()].zero_()
+            param.grad = None
+
     def finish_reduce(self) -> None:
         """Wait for the reduction."""
         reduction, self._reduction = self._reduction, None
@@ -183,6 +208,9 @@ class Bucket:
                 self.reduced = self.shard_gradients
                 if self.scale != 1:
                     self.reduced.mul_(self.scale)
+                if self.memory is not None and self.common.gradient_memory is not None:
+                    self.gradients = None
+                    self.common.gradient_memory.reduced(self.memory, reduction)
         except Exception as error:
             raise CollectiveError(f"{self.common.me}, bucket {self.index}: the reduction failed: {error}") from error
         self.common.probe.now.ended.append(perf_counter())
@@ -220,6 +248,15 @@ class Bucket:
             shard.set_grads(self.reduced, self.agreed)
         update.step(shard.local)
         probe.now.steps.append((start, perf_counter()))
+        if self.shard_memory is not None and self.common.waits_on_host:
+            self.free_shard()
+
+    def free_shard(self) -> None:
+        """The shard's gradients were used."""
+        if self.shard_memory is not None:
+            self.shard_memory.free()
+            if self.shard is not None:
+                self.shard.free_cast()
 
     # --- 4, 5: the gather ---------------------------------------------------------------------------------------------
 

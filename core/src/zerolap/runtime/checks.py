@@ -145,8 +145,9 @@ def _change_of(gradient: _Gradient, memory: int) -> str | None:
 class BackwardEnd:
     """Sees a backward end, after DDP has written gradients: raises what has failed in it, or has the gradients noted."""
 
-    def __init__(self, common: Common) -> None:
+    def __init__(self, common: Common, machine: Machine) -> None:
         self._common = common
+        self._machine = machine
         self._task = -1  # the backward whose last callback is ours
         self._layout: Sequence[Bucket] = ()
         self._watched: Sequence[Bucket] = ()  # the layout whose gradients are noted
@@ -162,6 +163,19 @@ class BackwardEnd:
         self._task = task
         # Twice, for DDP queues the callback that waits for our futures and writes gradients after this one.
         queue_callback(self._let_ddp_finish)
+
+    def free_gradients(self) -> None:
+        """The training thread has waited for the lane: what was used, and is not freed yet, can be."""
+        if self._common.gradient_memory is not None:
+            self._common.gradient_memory.end()
+            if self._machine.phase is not Phase.REDUCED:
+                self.free_shards()
+
+    def free_shards(self) -> None:
+        """The same, for mean gradients that an update has used."""
+        if self._common.gradient_memory is not None and self._common.failures.first is None:
+            for bucket in self._layout:
+                bucket.free_shard()
 
     def forget_gradients(self) -> None:
         """They would keep memory that DDP has given up."""
@@ -184,6 +198,7 @@ class BackwardEnd:
             probe.now.blocked.append((start, end))
         if probe.trace is not None:
             probe.backward_ended(probe.trace)
+        self.free_gradients()
         if self._common.failures.first is not None:
             self._common.raise_failure()
         if self._watched is not self._layout:

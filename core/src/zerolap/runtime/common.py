@@ -17,6 +17,7 @@ from zerolap.backend.base import Adapter
 from zerolap.backend.lanes import Lane, Pending, Side, forget_locals
 from zerolap.errors import ZerolapError
 from zerolap.runtime.failures import Failures
+from zerolap.runtime.gradient_memory import GradientMemory
 from zerolap.runtime.probe import IN_CHECK, Probe
 
 T = TypeVar("T")
@@ -43,6 +44,7 @@ class Common:
     asks_for_use: bool  # parameters may be unused, on this rank or on all
     group: dist.ProcessGroup | None  # that the lane uses; None once it was given up
     hook: Hook | None = None  # reduces, where that is somebody else's
+    gradient_memory: GradientMemory | None = None  # where gradients are given back as soon as they were used
     # Gathers, by bucket. Apart from the buckets: they go on when the engine is dropped, and must not keep it.
     in_flight: dict[int, Pending] = field(default_factory=dict)
 

@@ -67,7 +67,7 @@ class Engine:
         self._ddp = weakref.ref(ddp)
         self._agreement = agreement_of(ddp)
         self._on_update = on_update
-        self._end = BackwardEnd(common)
+        self._end = BackwardEnd(common, machine)
         self._thawed = Thawed()
         self._rereads = Rereads(ddp.module, common=common, machine=machine)
 
@@ -95,6 +95,8 @@ class Engine:
             actions = self.machine.bucket_ready(index, is_last=is_last, is_known=is_known, is_joined=is_joined)
             if index == 0:
                 self._begin_backward()
+            if self._rereads.is_watching or index == 0:
+                self._rereads.bucket_ready(bucket)
             self._do_at_once(actions, bucket, state)
             if self.machine.phase is Phase.LAYOUT_SEEN:
                 actions += self._compare_layouts(bucket)
@@ -107,9 +109,10 @@ class Engine:
         future = self.common.lane.submit(partial(self._do_for_bucket, actions, self.at_hand[index]))
         if is_last and is_joined:
             future.wait()  # no backward ends here
+            self._end.free_gradients()
             self.common.raise_failure()
-        if self._rereads.is_watching or index == 0:
-            self._rereads.bucket_ready(bucket)
+        elif not is_last:
+            self._limit_memory(self.at_hand[index])
         return future
 
     def step_called(self) -> None:
@@ -130,6 +133,7 @@ class Engine:
             self.common.raise_failure()
         if actions:
             self.common.run_on_lane(partial(self._do, actions), IN_STEP)
+        self._end.free_shards()
 
     def reschedule(self, schedule: Schedule, gather: Gather) -> None:
         """Go on in another way, from the next backward on; all ranks at the same one."""
@@ -151,6 +155,8 @@ class Engine:
         self.common.failures.note_at(error, where)
         self.machine.failed()
         self.common.close()
+        if self.common.gradient_memory is not None:
+            self.common.gradient_memory.failed()
 
     def dispose(self) -> None:
         """Close, and let go of groups and of whatever leads back here: nothing waits for the garbage collector."""
@@ -212,6 +218,15 @@ class Engine:
                 self._thawed.watch(self._recording.outside())
                 self._rereads.layout_changed()
 
+    def _limit_memory(self, bucket: Bucket) -> None:
+        """Wait before more gradients come, if many are not reduced yet; not where other ranks may need those to get on."""
+        memory, ddp = self.common.gradient_memory, self._ddp()
+        if memory is not None and bucket.memory is not None and not join_config_of(ddp).enable:
+            try:
+                memory.make_room_behind(bucket.memory)
+            except CollectiveError as error:
+                self._fail(error, f"bucket {bucket.index}")
+
     def _compare_layouts(self, given: GradBucket) -> tuple[Action, ...]:
         """All buckets of a backward were recorded: is it the layout that owners were assigned for?"""
         buckets = self._recording.buckets
@@ -220,6 +235,8 @@ class Engine:
         actions = self.machine.layout_seen(is_changed=is_changed, early=early)
         self._do_at_once(actions, given, None)
         self.layout, self._recording.buckets = buckets, []
+        if self.common.gradient_memory is not None and current_graph_task_id() != -1:
+            self.common.gradient_memory.watch([(each.memory, each.params) for each in buckets if each.memory is not None])
         return actions
 
     def _give_back(self, bucket: GradBucket) -> Future[Tensor]:
@@ -244,8 +261,9 @@ class Engine:
         self.probe.lane_ended_at = perf_counter()
         if self.probe.trace is not None:
             self.probe.note_lane(self.probe.trace)
-        gradients, bucket.gradients = bucket.gradients, None
-        return bucket.buffer if gradients is None else gradients
+        if self.common.gradient_memory is not None and self.common.failures.first is not None:
+            self.common.gradient_memory.failed()
+        return bucket.give_back()
 
     def _do(self, actions: Sequence[Action]) -> None:
         """Do what may wait; the rest was done when the machine asked for it."""

@@ -44,6 +44,10 @@ class Recording:
             self.buckets.append(before[index])
         else:
             self.buckets.append(Bucket(index, self._common, self._update, places, params, buffer, offsets))
+            self.buckets[-1].record(buffer, offsets)
+        memory, all_memory = self.buckets[-1].memory, self._common.gradient_memory
+        if memory is not None and all_memory is not None:
+            all_memory.count(memory)
 
     def outside(self) -> list[Tensor]:
         """The optimizer's parameters that are in none of the buckets."""
@@ -53,6 +57,8 @@ class Recording:
     def _begin(self, before: Sequence[Bucket]) -> None:
         """DDP has other memory now; what it had shall not be held beside that."""
         self.buckets = []
+        if self._common.gradient_memory is not None:
+            self._common.gradient_memory.unwatch()
         for bucket in before:
             bucket.record(_NO_BUFFER, bucket.offsets)
         self._common.adapter.release_memory()
