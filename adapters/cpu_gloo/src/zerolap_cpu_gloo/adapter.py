@@ -23,6 +23,7 @@ from torch import Tensor
 from zerolap import Adapter, Capabilities, GroupSpec, Lane, Parts, Pending, ThreadLane, Waitable
 from zerolap._torch import Backend, foreach_copy_
 from zerolap_cpu_gloo.mapping import share_memory
+from zerolap_cpu_gloo.pages import give_pages_back
 from zerolap_cpu_gloo.memory import (
     MAX_INBOX_BYTES,
     MESSAGE_BYTES,
@@ -78,6 +79,9 @@ class CpuGlooAdapter(Adapter):
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; it keeps what is freed between other blocks
         if trim is not None:
             trim(0)
+
+    def discard(self, tensor: Tensor) -> None:
+        give_pages_back(tensor.data_ptr(), tensor.nbytes)
 
     def open_group(self, like: dist.ProcessGroup, *, name: str) -> dist.ProcessGroup:
         group = super().open_group(like, name=name)

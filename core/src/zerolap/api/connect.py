@@ -123,7 +123,8 @@ def start_engine(
     agreement, device, me = agreement_of(ddp), zero._default_device, f"rank {dist.get_rank()}"
     probe = Probe(waits_on_host=not adapter.capabilities.futures_complete_at_enqueue)
     timeout = adapter.timeout(group).total_seconds() + _GRACE_SECONDS
-    memory = GradientMemory(ddp, waits_on_host=probe.has_times, timeout=timeout, me=me) if shards_gradients else None
+    discard = adapter.discard if probe.has_times else None
+    memory = GradientMemory(ddp, discard=discard, timeout=timeout, me=me) if shards_gradients else None
     common = Common(
         me=me,
         adapter=adapter,

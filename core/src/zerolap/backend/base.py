@@ -221,6 +221,12 @@ class Adapter:
     def release_memory(self) -> None:
         """Give memory that was freed back to whoever had it, if the device's allocator keeps much of it. Called seldom."""
 
+    def discard(self, tensor: Tensor) -> None:
+        """Give back the memory of a contiguous tensor whose values are not needed any more. It may be written to at once, and has any values.
+
+        For devices without streams; as it stands the memory is kept.
+        """
+
     def close_group(self, group: dist.ProcessGroup) -> None:
         """Give up what ``open_group`` has taken beyond the group object itself."""
 

@@ -111,7 +111,8 @@ class Bucket:
         None  # what DDP shall take: the means, or where only the owner of an element has those, its own
     )
     memory: BucketMemory | None = None  # of the buffer, and
-    shard_memory: Refillable | None = None  # of the shard's gradients, where they are freed when they were used
+    shard_memory: Refillable | None = None  # of the shard's gradients, where they are freed when they were used, and
+    cast_memory: Refillable | None = None  # of what they are cast to for the optimizer
     _reduction: Waiter[Tensor] | Pending | None = None
 
     # Of the update, once installed: by the lane.
@@ -138,11 +139,11 @@ class Bucket:
         self.buffer, self.offsets = buffer, offsets
         self.scatter = self.gradients = self.reduced = None
         if self.common.gradient_memory is not None:
-            self.memory = BucketMemory(self.index, buffer)
+            self.memory = self.common.gradient_memory.of_bucket(self.index, buffer)
 
     def uninstall(self) -> None:
         """Its parameters are about to move elsewhere."""
-        self.flat = self.shard = self.marks = self.gather = None
+        self.flat = self.shard = self.marks = self.gather = self.cast_memory = None
 
     def give_back(self) -> Tensor:
         """What DDP takes for the reduced bucket: that, or where whole gradients are freed, memory that it only makes views of."""
@@ -190,6 +191,8 @@ class Bucket:
         """DDP has copied them: let go of the parameters' own. Where a parameter has none, what lies in its place is nothing."""
         assert self.shard_memory is not None
         self.shard_memory.take()
+        if self.memory is not None and self.common.gradient_memory is not None:
+            self.common.gradient_memory.take(self.memory)  # where it comes by itself
         for param, offset in zip(self.params, self.offsets, strict=True):
             if param.grad is None:
                 self.buffer[offset : offset + param.numel()].zero_()
@@ -244,6 +247,8 @@ class Bucket:
             return
         assert self.reduced is not None, "a bucket is reduced before it is stepped"
         start = perf_counter()
+        if self.cast_memory is not None:
+            self.cast_memory.take()
         if self.reduced is not shard.grads_of or self.agreed is not None or shard.used is not None:
             shard.set_grads(self.reduced, self.agreed)
         update.step(shard.local)
@@ -253,10 +258,14 @@ class Bucket:
 
     def free_shard(self) -> None:
         """The shard's gradients were used."""
-        if self.shard_memory is not None:
-            self.shard_memory.free()
-            if self.shard is not None:
-                self.shard.free_cast()
+        memory = self.common.gradient_memory
+        if self.shard_memory is None or memory is None:
+            return
+        self.shard_memory.free()
+        if self.cast_memory is None and self.shard is not None and self.shard.cast is not None:
+            self.cast_memory = memory.of(self.shard.cast)
+        if self.cast_memory is not None:
+            self.cast_memory.free()
 
     # --- 4, 5: the gather ---------------------------------------------------------------------------------------------
 

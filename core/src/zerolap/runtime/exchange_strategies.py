@@ -17,7 +17,6 @@ from zerolap.backend.base import Adapter
 from zerolap.backend.lanes import Pending, start_all
 from zerolap.backend.parts import Parts
 from zerolap.runtime.bucket import Bucket
-from zerolap.runtime.gradient_memory import Refillable
 from zerolap.runtime.precision import Precision
 from zerolap.runtime.shard_optimizer import GradSlot, Shard, ShardBook, stand_in_for
 from zerolap.runtime.state_pieces import strides_in_bucket
@@ -125,7 +124,7 @@ class ReduceScatter:
         if bucket.shard_gradients is None:
             bucket.shard_gradients = torch.empty_like(mine, dtype=self.precision.reduce_dtype or mine.dtype)
             if bucket.common.gradient_memory is not None:
-                bucket.shard_memory = Refillable(bucket.shard_gradients)
+                bucket.shard_memory = bucket.common.gradient_memory.of(bucket.shard_gradients)
         into = bucket.shard_gradients
         start = partial(
             self._adapter.reduce_scatter,

@@ -83,7 +83,7 @@ class _Migration:
             for bucket in portion:
                 with lane.as_caller():  # their memory is the model's
                     bucket.flat = FlatBuffer(bucket.params)
-                bucket.shard = bucket.marks = bucket.agreed = None
+                bucket.shard = bucket.marks = bucket.agreed = bucket.cast_memory = None
                 strategy.install(bucket)
                 if bucket.shard is not None:
                     bucket.shard.local.inherit(older)

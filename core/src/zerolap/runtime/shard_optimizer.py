@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zerolap._torch import foreach_copy_, step_hooks_of
-from zerolap.runtime.gradient_memory import Refillable
 from zerolap.runtime.param_groups import Options, ParamGroup, options_of, params_of
 from zerolap.runtime.state_pieces import State, by_param, copied, fit, flat_state, is_flat, shaped_state
 from zerolap.schedule.ownership import GroupRank, Piece, greedy_owners
@@ -212,8 +211,7 @@ class Shard:
     local: LocalOptimizer
     grads_of: Tensor | None = None  # the memory that gradients point into
     used: Sequence[bool] | None = None  # the parameters that have one; None for all
-    _cast: Tensor | None = None
-    _cast_memory: Refillable | None = None
+    cast: Tensor | None = None  # where they are, if the optimizer works in another dtype
 
     def set_grads(self, reduced: Tensor, used: Sequence[bool] | None) -> None:
         """Point the stand-ins' gradients into reduced memory; None for parameters that no rank used.
@@ -222,21 +220,14 @@ class Shard:
         the optimizer works in another dtype: no work per parameter in the hot path.
         """
         if reduced.dtype != self.stand_ins[0].dtype:  # masters, or a hook that returns what it has sent
-            if self._cast is None or self._cast_memory is None:
-                self._cast = torch.empty_like(reduced, dtype=self.stand_ins[0].dtype)
-                self._cast_memory = Refillable(self._cast)
-            self._cast_memory.take()
-            reduced = self._cast.copy_(reduced)
+            if self.cast is None:
+                self.cast = torch.empty_like(reduced, dtype=self.stand_ins[0].dtype)
+            reduced = self.cast.copy_(reduced)
         if self.grads_of is not None and self.grads_of.data_ptr() == reduced.data_ptr() and self.used == used:
             return
         for stand_in, slot in zip(self.stand_ins, self.slots, strict=True):
             stand_in.grad = slot.view_of(reduced) if used is None or used[slot.place] else None
         self.grads_of, self.used = reduced, used
-
-    def free_cast(self) -> None:
-        """Gradients were used."""
-        if self._cast_memory is not None:
-            self._cast_memory.free()
 
 
 def stand_in_for(param: Tensor, memory: Tensor | None = None) -> Tensor:
