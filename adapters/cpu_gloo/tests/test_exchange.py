@@ -146,11 +146,11 @@ def _limit_memory() -> None:
     """Little more than is used now, while memory is shared: groups and their threads come before, training after."""
     share_memory = mapping.share_memory
 
-    def share_within_limit(group: dist.ProcessGroup) -> SharedMemory:
+    def share_within_limit(group: dist.ProcessGroup, **options: Any) -> SharedMemory:
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + 16 * 2**20, resource.RLIM_INFINITY))
+        resource.setrlimit(resource.RLIMIT_AS, (used + 2 * 2**20, resource.RLIM_INFINITY))
         try:
-            return share_memory(group)
+            return share_memory(group, **options)
         finally:
             resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
@@ -243,7 +243,8 @@ def test_memory_that_ends_later_ends_nobody() -> None:
 
 @on_ranks(2)
 def test_what_finds_no_room_in_shared_memory_comes_as_a_message() -> None:
-    memory._MAX_SHARED_BYTES = 256
+    memory.ring_bytes = lambda num_ranks: 256
+    mapping.segment_bytes = lambda num_ranks: memory.head_bytes(num_ranks) + 256
     _exchange([[40, 40], [100, 100], [30, 30], [64, 64], [1, 1]], True)
 
 
@@ -315,7 +316,7 @@ def test_messages_wait_at_their_sender_until_there_is_memory_for_them() -> None:
 @on_ranks(2, limit=60, group_timeout=10)
 def test_one_rank_may_use_parameters_while_the_others_wait_for_it() -> None:
     """Rank 0 uses parameters that are on their way while rank 1 waits for it; nothing finds room in shared memory."""
-    memory._FEW_SHARED_BYTES = memory._MAX_SHARED_BYTES = 256
+    memory.ring_bytes = lambda num_ranks: 256
     ddp = DDP(Mlp(), bucket_cap_mb=0.004)
     zero = zerolap.ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.1)
     handle = zerolap.attach(ddp, zero, gather="lazy")

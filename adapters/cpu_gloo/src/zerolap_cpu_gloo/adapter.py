@@ -13,7 +13,7 @@ import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, zip_longest
 from math import isqrt
 
 import torch
@@ -26,8 +26,6 @@ from zerolap_cpu_gloo.mapping import share_memory
 from zerolap_cpu_gloo.pages import give_pages_back
 from zerolap_cpu_gloo.memory import (
     MAX_INBOX_BYTES,
-    MESSAGE_BYTES,
-    SHARED_PIECE_BYTES,
     Inbox,
     Receive,
     SharedMemory,
@@ -85,7 +83,10 @@ class CpuGlooAdapter(Adapter):
 
     def open_group(self, like: dist.ProcessGroup, *, name: str) -> dist.ProcessGroup:
         group = super().open_group(like, name=name)
-        self._shared[group.group_name] = share_memory(group) if self._shares_memory else SharedMemory(group, {})
+        timeout = self.timeout(like).total_seconds()
+        self._shared[group.group_name] = (
+            share_memory(group, timeout=timeout) if self._shares_memory else SharedMemory(group, {})
+        )
         return group
 
     def close_group(self, group: dist.ProcessGroup) -> None:
@@ -169,8 +170,7 @@ def start_reduce_stage(
     """Send ``parts[i]`` to the i-th peer, and sum up in ``into`` what they send; call the result to finish."""
     me, mine, group = stage.place, parts[stage.place], memory.group
     others = [(i, rank) for i, rank in enumerate(stage.peers) if i != me]
-    # Peers agree on it: who is whose neighbour is the same for all of a host.
-    most_bytes = SHARED_PIECE_BYTES if memory.ranks.issuperset(stage.peers) else MESSAGE_BYTES
+    most_bytes = memory.piece_bytes
     own = _pieces(mine, most_bytes)
     coming: list[list[Receive | SharedReceive]] = []
     messages: list[Receive] = []
@@ -187,14 +187,14 @@ def start_reduce_stage(
     bucket_bytes = sum([part.nbytes for part in parts])
     if messages:
         inbox.ask(messages, bucket_bytes=bucket_bytes)
-    sends: list[dist.Work] = []
-    for i, rank in others:
-        for place, piece in enumerate(_pieces(parts[i], most_bytes)):
-            number = tag * _MAX_MESSAGES + place
-            if rank in memory.ranks:
-                sends += memory.send(piece, (rank,), tag=number, bucket_bytes=bucket_bytes - mine.nbytes)
-            else:
-                sends.append(group.send([piece], rank, number))
+    sends: list[Waitable] = []
+    # Piece by piece, as they are read: what waits for room shall be what somebody waits for.
+    for place, pieces in enumerate(zip_longest(*(_pieces(parts[i], most_bytes) for i, _ in others))):
+        for (_, rank), piece in zip(others, pieces, strict=True):
+            if piece is not None:
+                number = tag * _MAX_MESSAGES + place
+                is_near = rank in memory.ranks
+                sends.append(memory.send(piece, (rank,), tag=number) if is_near else group.send([piece], rank, number))
 
     def finish() -> None:
         for piece, row, total in zip(own, coming, _pieces(into, most_bytes), strict=True):
@@ -236,14 +236,15 @@ def start_gather_stage(
     works: list[Waitable] = [group.recv([parts[i]], rank, tag) for i, rank in far if parts[i].numel()]
     works += [group.send([mine], rank, tag) for _, rank in far if mine.numel()]
     deliveries: list[tuple[SharedReceive, Tensor]] = []
+    rows: list[list[tuple[SharedReceive, Tensor]]] = []
     if near:
         for i, rank in near:
-            for place, piece in enumerate(_pieces(parts[i], SHARED_PIECE_BYTES)):
-                deliveries.append((memory.ask(piece, src=rank, tag=tag * _MAX_MESSAGES + place), piece))
+            pieces = _pieces(parts[i], memory.piece_bytes)
+            rows.append([(memory.ask(piece, src=rank, tag=tag * _MAX_MESSAGES + k), piece) for k, piece in enumerate(pieces)])
+        deliveries = [each for row in zip_longest(*rows) for each in row if each is not None]
         neighbours = [rank for _, rank in near]
-        for place, piece in enumerate(_pieces(mine, SHARED_PIECE_BYTES)):
-            number = tag * _MAX_MESSAGES + place
-            works += memory.send(piece, neighbours, tag=number, bucket_bytes=mine.nbytes)
+        for place, piece in enumerate(_pieces(mine, memory.piece_bytes)):
+            works.append(memory.send(piece, neighbours, tag=tag * _MAX_MESSAGES + place))
     return deliveries, works
 
 

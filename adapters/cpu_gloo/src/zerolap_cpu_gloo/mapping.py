@@ -15,14 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerolap._logging import logger_of
-from zerolap_cpu_gloo.memory import SharedMemory, head_bytes, segment_bytes
+from zerolap_cpu_gloo.memory import MESSAGE_BYTES, SharedMemory, head_bytes, piece_bytes, segment_bytes
 
 logger = logger_of("zerolap.cpu_gloo")
 
 Host: TypeAlias = tuple[int, int, int]  # its kernel's start, the network's and the processes' namespace
 
 
-def share_memory(group: dist.ProcessGroup) -> SharedMemory:
+def share_memory(group: dist.ProcessGroup, *, timeout: float = 600) -> SharedMemory:
     """Find out which ranks of the group are on this host, and share memory with them. All ranks of the group call it.
 
     Hosts are told apart by their kernel and their network: two network namespaces of one machine stand for two hosts. Where memory
@@ -51,7 +51,10 @@ def share_memory(group: dist.ProcessGroup) -> SharedMemory:
         segments = {other: segment for other, segment in segments.items() if is_able[rank] and is_able[other]}
         if why is not None:
             logger.warning("this rank exchanges by messages and not by shared memory: %s", why)
-        memory = SharedMemory(group, segments, reserve=reserve)
+        hosts = [tuple(host) for (_, _, _, *host), other in zip(cards.tolist(), is_able, strict=True) if other]
+        is_shared = len(set(hosts)) < len(hosts)  # somewhere, which all ranks know
+        most_bytes = piece_bytes(num_ranks) if is_shared else MESSAGE_BYTES
+        memory = SharedMemory(group, segments, reserve=reserve, piece_bytes=most_bytes, timeout=timeout)
         if segments:
             weakref.finalize(memory, stack.pop_all().close)
         return memory

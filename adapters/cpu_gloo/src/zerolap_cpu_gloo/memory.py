@@ -3,8 +3,12 @@
 [Note: shared memory]
 A rank copies what it sends into its own shared-memory segment, which the others of its host have mapped, and sends them a *note* of
 where it lies, as an ordinary message. So waiting, time limits and the end of a peer are those of messages. A reader counts in its own
-segment what it has read of whom; a sender looks there when it needs room. If there is none, the note says that the bytes come as a
-message, too.
+segment what it has read of whom; a sender looks there when it needs room. A segment is small, whatever is sent: what finds no room waits
+in order at the sender, whose own thread sends it when readers have made some. What would never find room comes as a message, too, and
+its note says so.
+
+That ends: of all pieces that somebody has yet to read take the first, in the order of buckets and pieces, which is that of sending and of
+reading on every rank. All before it were read, so it has room, and is sent; and its reader waits for nothing else.
 
 Both kinds of memory are rings: what is taken is given back in the same order. Both kinds of receives are used alike: ``wait()`` lends
 what came until ``give_back()``.
@@ -13,6 +17,7 @@ what came until ``give_back()``.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
@@ -20,15 +25,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zerolap import Waitable
+
 _ALIGNMENT = 64
 _PAGE = 4096
 MESSAGE_BYTES = 4 * 2**20  # what is summed is received in pieces of this size: a large bucket needs no more memory
 MAX_INBOX_BYTES = 8 * MESSAGE_BYTES
 _NUM_RECENT = 256
-SHARED_PIECE_BYTES = 16 * 2**20
-_MAX_SHARED_BYTES = 2 * SHARED_PIECE_BYTES  # that have not been read yet
-_FEW_SHARED_BYTES = 4 * 2**20  # are not worth saving
+_MAX_PIECE_BYTES = 2 * 2**20
+_LEAST_PIECE_BYTES = 64 * 2**10
 _AS_MESSAGE = -1
+_LOOK_SECONDS = 50e-6  # between looks for room; reading a piece takes longer
 _WHOLE_TAG = 2**30  # added to a note's tag: what did not fit
 
 
@@ -56,6 +63,9 @@ class Ring:
             self._starts.append(start)
             self._head = start + size
         return start
+
+    def may_ever_hold(self, size: int) -> bool:
+        return size <= (self.size if self._is_refused else max(self.size, self.most))
 
     def free_oldest(self) -> None:
         self._starts.popleft()
@@ -221,6 +231,36 @@ def copy_out(deliveries: Iterable[tuple[SharedReceive, Tensor]]) -> None:
         receive.give_back()
 
 
+def piece_bytes(num_ranks: int) -> int:
+    """What is sent at once through shared memory, so that all segments of a host are about as large together whatever its ranks."""
+    return max(_LEAST_PIECE_BYTES, _MAX_PIECE_BYTES // (num_ranks // 2) ** 2) if num_ranks > 1 else _MAX_PIECE_BYTES
+
+
+def ring_bytes(num_ranks: int) -> int:
+    """What a segment holds that was not read yet: a piece for every other rank, and the next one."""
+    return 2 * max(1, num_ranks - 1) * piece_bytes(num_ranks)
+
+
+class _Sending:
+    """A piece that waits for room, and its way to the readers."""
+
+    def __init__(self, piece: Tensor, ranks: Sequence[int], *, tag: int, timeout: float) -> None:
+        self.piece, self.ranks, self.tag = piece, ranks, tag
+        self._timeout = timeout
+        self._is_sent = threading.Event()
+        self._works: list[dist.Work] = []
+
+    def sent(self, works: list[dist.Work]) -> None:
+        self._works = works
+        self._is_sent.set()
+
+    def wait(self) -> None:
+        if not self._is_sent.wait(self._timeout):
+            raise TimeoutError(f"ranks {list(self.ranks)} have not read what was sent before for {self._timeout:.0f} s")
+        for work in self._works:
+            work.wait()
+
+
 class SharedMemory:
     """The segments of this rank and its neighbours: the other ``ranks`` of a group on the same host, if there are any.
 
@@ -228,9 +268,17 @@ class SharedMemory:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, segments: dict[int, Tensor], *, reserve: Callable[[int], bool] | None = None
+        self,
+        group: dist.ProcessGroup,
+        segments: dict[int, Tensor],
+        *,
+        reserve: Callable[[int], bool] | None = None,
+        piece_bytes: int = MESSAGE_BYTES,
+        timeout: float = 600,
     ) -> None:
+        """``piece_bytes`` is what is sent at once, to neighbours and others: the same on all ranks of the group."""
         self.group = group
+        self.piece_bytes = piece_bytes
         self._rank, num_ranks = group.rank(), group.size()
         self._content = {rank: segment[head_bytes(num_ranks) :] for rank, segment in segments.items()}
         self.ranks = frozenset(segments)
@@ -240,11 +288,15 @@ class SharedMemory:
         self._read_of = {rank: counts[self._rank][rank] for rank in neighbours}
         self._read_by = {rank: counts[rank][self._rank] for rank in neighbours}
         self._reading = threading.Lock()
-        self._ring = Ring(0, most=_FEW_SHARED_BYTES, may_grow=reserve)
+        self._ring = Ring(0, most=ring_bytes(num_ranks), may_grow=reserve)
         self._lent: deque[list[tuple[int, int]]] = deque()  # who has yet to read what is in the ring: rank and number
         self._num_sent = dict.fromkeys(neighbours, 0)
         self._num_read = dict.fromkeys(neighbours, 0)
         self._unread: dict[int, deque[SharedReceive]] = {rank: deque() for rank in neighbours}
+        self._timeout = timeout
+        self._sending = threading.Condition()
+        self._waiting: deque[_Sending] = deque()  # for room; a thread sends them while there are any
+        self._is_closed = False
 
     @property
     def num_bytes(self) -> int:
@@ -253,33 +305,53 @@ class SharedMemory:
     def close(self) -> None:
         """Expect nothing more; what never came would keep the group, and its connections."""
         self._unread = {rank: deque() for rank in self._unread}
+        with self._sending:
+            self._is_closed = True
+            self._waiting.clear()
 
-    def send(self, piece: Tensor, ranks: Sequence[int], *, tag: int, bucket_bytes: int) -> list[dist.Work]:
-        """To neighbours; what is returned is to be waited for before ``piece`` is changed.
+    def send(self, piece: Tensor, ranks: Sequence[int], *, tag: int) -> Waitable:
+        """To neighbours; what is returned is to be waited for before ``piece`` is changed."""
+        sending = _Sending(piece, ranks, tag=tag, timeout=self._timeout)
+        with self._sending:
+            if self._waiting or not self._send_now(sending):
+                self._waiting.append(sending)
+                if len(self._waiting) == 1:
+                    threading.Thread(target=self._send_waiting, name="zerolap-send", daemon=True).start()
+        return sending
 
-        So many bytes are sent for the bucket: there shall be room for them twice, for readers are not always as fast, but not more.
-        """
-        self._ring.most = min(max(2 * bucket_bytes, self._ring.most), _MAX_SHARED_BYTES)
-        place = self._take(piece.nbytes, ranks)
-        if place != _AS_MESSAGE:
-            self.view(self._rank, place, piece).copy_(piece)
-        note = torch.tensor([place], device="cpu")
-        works = [self.group.send([note], rank, tag) for rank in ranks]
-        if place == _AS_MESSAGE:
-            works += [self.group.send([piece], rank, _WHOLE_TAG + tag) for rank in ranks]
-        return works
+    def _send_waiting(self) -> None:
+        while True:
+            with self._sending:
+                while self._waiting and self._send_now(self._waiting[0]):
+                    self._waiting.popleft()
+                if not self._waiting or self._is_closed:
+                    return
+            time.sleep(_LOOK_SECONDS)
 
-    def _take(self, num_bytes: int, ranks: Sequence[int]) -> int:
+    def _send_now(self, sending: _Sending) -> bool:
+        """Send it, if there is room; or as a message, if there never will be."""
+        piece, place = sending.piece, self._place_for(sending.piece.nbytes)
+        if place is None:
+            return False
         numbers = []
-        for rank in ranks:
+        for rank in sending.ranks:
             self._num_sent[rank] += 1
             numbers.append((rank, self._num_sent[rank]))
+        if place != _AS_MESSAGE:
+            self._lent.append(numbers)
+            self.view(self._rank, place, piece).copy_(piece)
+        note = torch.tensor([place], device="cpu")
+        works = [self.group.send([note], rank, sending.tag) for rank in sending.ranks]
+        if place == _AS_MESSAGE:
+            works += [self.group.send([piece], rank, _WHOLE_TAG + sending.tag) for rank in sending.ranks]
+        sending.sent(works)
+        return True
+
+    def _place_for(self, num_bytes: int) -> int | None:
         self._free_what_was_read()
-        place = self._ring.take(-(-num_bytes // _ALIGNMENT) * _ALIGNMENT)
-        if place is None:
-            return _AS_MESSAGE
-        self._lent.append(numbers)
-        return place
+        needed = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        place = self._ring.take(needed)
+        return _AS_MESSAGE if place is None and not self._ring.may_ever_hold(needed) else place
 
     def _free_what_was_read(self) -> None:
         while self._lent:
@@ -316,4 +388,4 @@ def head_bytes(num_ranks: int) -> int:
 
 
 def segment_bytes(num_ranks: int) -> int:
-    return head_bytes(num_ranks) + _MAX_SHARED_BYTES
+    return head_bytes(num_ranks) + ring_bytes(num_ranks)
