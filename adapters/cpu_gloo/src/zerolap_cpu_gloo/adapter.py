@@ -23,7 +23,6 @@ from torch import Tensor
 from zerolap import Adapter, Capabilities, GroupSpec, Lane, Parts, Pending, ThreadLane, Waitable
 from zerolap._torch import Backend, foreach_copy_
 from zerolap_cpu_gloo.mapping import share_memory
-from zerolap_cpu_gloo.pages import give_pages_back
 from zerolap_cpu_gloo.memory import (
     MAX_INBOX_BYTES,
     Inbox,
@@ -32,6 +31,7 @@ from zerolap_cpu_gloo.memory import (
     SharedReceive,
     copy_out,
 )
+from zerolap_cpu_gloo.pages import give_pages_back
 
 _MAX_MESSAGES = 4096  # to a peer for one bucket; each has a tag of its own
 
@@ -240,7 +240,9 @@ def start_gather_stage(
     if near:
         for i, rank in near:
             pieces = _pieces(parts[i], memory.piece_bytes)
-            rows.append([(memory.ask(piece, src=rank, tag=tag * _MAX_MESSAGES + k), piece) for k, piece in enumerate(pieces)])
+            rows.append(
+                [(memory.ask(piece, src=rank, tag=tag * _MAX_MESSAGES + k), piece) for k, piece in enumerate(pieces)]
+            )
         deliveries = [each for row in zip_longest(*rows) for each in row if each is not None]
         neighbours = [rank for _, rank in near]
         for place, piece in enumerate(_pieces(mine, memory.piece_bytes)):

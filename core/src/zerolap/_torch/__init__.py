@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from types import CodeType
 from typing import TYPE_CHECKING, Any
@@ -116,12 +117,15 @@ _remove_autograd_hooks: Callable[[Any], None] = used("torch.distributed.Reducer.
 _register_comm_hook: Callable[[Any, object, Callable[..., Any]], None] = used(
     "torch._C._distributed_c10d._register_comm_hook"
 )
-_set_static_graph: Callable[[Any], None] = used("torch.distributed.Reducer._set_static_graph")
+_set_static_graph: Callable[[DistributedDataParallel], None] = used(
+    "torch.nn.parallel.DistributedDataParallel._set_static_graph"
+)
 # DDP then neither copies what lies in a bucket to gradients nor lets gradients point there.
 _leave_gradients_alone: Callable[[Any], None] = used("torch.distributed.Reducer._set_optimizer_in_backward")
-_assign_to_buckets: Callable[[list[Tensor], list[int]], tuple[list[list[int]], list[int]]] = used(
+_assign_to_buckets: Callable[[list[Tensor], list[int], list[bool]], tuple[list[list[int]], list[int]]] = used(
     "torch.distributed._compute_bucket_assignment_by_size"
 )
+_ASSIGN = text("torch.distributed._compute_bucket_assignment_by_size")
 _HAS_REBUILT = text("torch.nn.parallel.DistributedDataParallel._has_rebuilt_buckets")
 _REBUCKETING = (
     text("torch.nn.parallel.DistributedDataParallel._bucket_config"),
@@ -144,7 +148,7 @@ def bucket_caps_of(ddp: Any) -> tuple[int, int]:
 
 def can_free_buckets(ddp: DistributedDataParallel) -> bool:
     """Whether this torch's DDP can do without the memory of its buckets once they were reduced."""
-    return can_rebucket(ddp) and hasattr(dist.Reducer, text("torch.distributed.Reducer._set_optimizer_in_backward"))
+    return can_rebucket(ddp) and hasattr(ddp.reducer, text("torch.distributed.Reducer._set_optimizer_in_backward"))
 
 
 def rebucket(ddp: Any, *, cap: int, first_cap: int, is_freed: bool = False) -> None:
@@ -154,40 +158,37 @@ def rebucket(ddp: Any, *, cap: int, first_cap: int, is_freed: bool = False) -> N
     those that it will make later if they come from the model's end to its beginning, and leaves alone what lies in them.
     """
     config = dataclasses.replace(ddp._bucket_config, bucket_bytes_cap=cap, first_bucket_bytes_cap=first_cap)
+    ddp._bucket_config, ddp.bucket_bytes_cap = config, cap
     params, are_sparse = ddp._build_params_for_reducer()
-    # While it learns a static graph DDP hands over every bucket as number 0: there must be only one.
-    ddp._bucket_config = _FinalSizes(config, params) if is_freed and not ddp.static_graph else config
-    ddp.bucket_bytes_cap = cap
     _remove_autograd_hooks(ddp.reducer)
-    try:
-        ddp._ddp_init_helper(params, are_sparse, ddp._build_debug_param_to_name_mapping(params), ddp.static_graph)
-    finally:
-        ddp._bucket_config = config
+    # While it learns a static graph DDP hands over every bucket as number 0: there must be only one.
+    names, is_static = ddp._build_debug_param_to_name_mapping(params), ddp.static_graph
+    with _buckets_from_the_end(config) if is_freed and not is_static else nullcontext():
+        ddp._ddp_init_helper(params, are_sparse, names, is_static)
     setattr(ddp, _HAS_REBUILT, False)
     if ddp.static_graph:
-        ddp._static_graph_delay_allreduce_enqueued = False
-        _set_static_graph(ddp.reducer)
+        ddp.static_graph = False  # or it would be left at that
+        _set_static_graph(ddp)
     if is_freed:
         _leave_gradients_alone(ddp.reducer)
     for hook, state in ddp._comm_hooks:
         _register_comm_hook(ddp.reducer, state, hook)
 
 
-class _FinalSizes:
-    """A configuration of DDP's buckets by which it begins with those that it would make of gradients from the last to the first."""
+@contextmanager
+def _buckets_from_the_end(config: Any) -> Iterator[None]:
+    """DDP begins with the buckets that it would make of gradients that come from its last parameter to its first."""
+    limits = list(config.per_bucket_bytes_caps) or [config.first_bucket_bytes_cap, config.bucket_bytes_cap]
 
-    def __init__(self, config: Any, params: Sequence[Tensor]) -> None:
-        self.first_bucket_bytes_cap = config.first_bucket_bytes_cap
-        backwards = list(reversed(params))
-        limits = list(config.per_bucket_bytes_caps) or [config.first_bucket_bytes_cap, config.bucket_bytes_cap]
-        self._rebuilt = list(config.per_bucket_bytes_caps)
-        buckets, _ = _assign_to_buckets(backwards, limits)
-        # Every bucket is full exactly where one of those ends: DDP fills them from the first parameter on.
-        self._limits = [sum(backwards[place].nbytes for place in bucket) for bucket in reversed(buckets)]
+    def assign(params: list[Tensor], _: list[int], are_sparse: list[bool]) -> tuple[list[list[int]], list[int]]:
+        buckets, sizes = _assign_to_buckets(params[::-1], limits, are_sparse[::-1])
+        return [[len(params) - 1 - place for place in bucket] for bucket in buckets[::-1]], sizes[::-1]
 
-    def compute_bucket_size_limits(self, **_: Any) -> tuple[list[int], list[int]]:
-        """What DDP asks for: limits for its first buckets, and for those that it makes when it knows the order."""
-        return self._limits, self._rebuilt
+    setattr(dist, _ASSIGN, assign)
+    try:
+        yield
+    finally:
+        setattr(dist, _ASSIGN, _assign_to_buckets)
 
 
 def are_buckets_current(ddp: DistributedDataParallel) -> Callable[[], bool]:

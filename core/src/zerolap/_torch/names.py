@@ -198,8 +198,7 @@ _DATA_PARALLEL = (
         'schedule="auto" cannot try another bucket size',
     ),
     PrivateName(f"{_DDP}._has_rebuilt_buckets", "tells that DDP has made other buckets", _SHARDED),
-    PrivateName(f"{_DDP}._static_graph_delay_allreduce_enqueued", "is reset with new buckets", _SHARDED),
-    PrivateName("torch.distributed.Reducer._set_static_graph", "lets new buckets learn a static graph", _SHARDED),
+    PrivateName(f"{_DDP}._set_static_graph", "lets new buckets learn a static graph", _SHARDED),
     PrivateName("torch.distributed.Reducer._set_optimizer_in_backward", "keeps DDP from using freed buckets", _SHARDED),
     PrivateName("torch.distributed._compute_bucket_assignment_by_size", "makes DDP's first buckets", _SHARDED),
 )

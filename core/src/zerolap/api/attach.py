@@ -50,6 +50,7 @@ def attach(
     reduce_dtype: torch.dtype | None = None,
     gather_dtype: torch.dtype | None = None,
     shard_gradients: bool = False,
+    track_grad_norm: bool = False,
     audit_every: int | None = None,
     nonfinite: Literal["ignore", "raise", "skip"] = "ignore",
 ) -> Handle:
@@ -74,13 +75,14 @@ def attach(
         gather_dtype: The dtype in which parameters are sent; a narrower one rounds them and needs ``master_weights``. Default: their own.
         shard_gradients: ZeRO stage 2. The memory of whole gradients is freed bucket by bucket, as soon as they are reduced, and that of this
             rank's part of their mean once it was used; ``.grad`` is None after backward. Needs a DDP without ``gradient_as_bucket_view``.
+        track_grad_norm: Add up the norm of the mean gradients while they are used, for ``handle.grad_norm()``: a pass over them more.
         audit_every: Compare checksums of all parameters and options between ranks after this many updates; a difference raises.
         nonfinite: What becomes of an update whose mean gradients have NaN or infinities. ``"ignore"``: it is made. ``"raise"``: all ranks
             raise before anything is changed; not with ``"interleaved"``. ``"skip"``: all ranks leave it out; only with ``"on_step"``.
     """
     precision = Precision(master_weights=master_weights, reduce_dtype=reduce_dtype, gather_dtype=gather_dtype)
     wanted = _Attachment(
-        ddp, unwrapped(optimizer), schedule, gather, precision, shard_gradients, audit_every, nonfinite
+        ddp, unwrapped(optimizer), schedule, gather, precision, shard_gradients, track_grad_norm, audit_every, nonfinite
     )
     return wanted.make(adapter)
 
@@ -95,6 +97,7 @@ class _Attachment:
     gather: str | None
     precision: Precision
     shard_gradients: bool
+    track_grad_norm: bool
     audit_every: int | None
     nonfinite: str
     safety: Safety = field(default_factory=Safety)
@@ -125,13 +128,23 @@ class _Attachment:
         _check_attachable(self.ddp, self.optimizer, self.precision)
         _check_safety(self.safety, self.schedules[0])
         _check_sharded_gradients(self.ddp, self.shard_gradients)
+        if type(self.track_grad_norm) is not bool:
+            raise TypeError(f"track_grad_norm must be True or False, got {self.track_grad_norm!r}")
         if self.gathers == [Gather.LAZY] and (parts := compiled_parts(self.ddp)):
             raise ValueError(
                 f'gather="lazy" cannot wait inside what is compiled, which is {", ".join(parts[:5])}; use gather="eager" with '
                 "torch.compile and TorchScript"
             )
         gathers = [each.value for each in self.gathers]
-        return ["native", self.schedule, gathers, str(self.precision), self.shard_gradients, str(self.safety)]
+        return [
+            "native",
+            self.schedule,
+            gathers,
+            str(self.precision),
+            self.shard_gradients,
+            self.track_grad_norm,
+            str(self.safety),
+        ]
 
     def _connect(
         self, adapter: Adapter, groups: list[dist.ProcessGroup], undo: ExitStack
@@ -161,6 +174,7 @@ class _Attachment:
             names={param: name for name, param in ddp.module.named_parameters()},
             shards_gradients=self.shard_gradients,
         )
+        engine.common.tracks_norm = self.track_grad_norm
         audit, nonfinite = _observe(engine, self.safety)
         if precision.master_weights:
             undo.callback(ddp.module.register_load_state_dict_post_hook(_RefreshMasters(engine)).remove)
@@ -338,7 +352,9 @@ def _check_sharded_gradients(ddp: DistributedDataParallel, wish: object) -> None
             "make the DDP without gradient_as_bucket_view"
         )
     if wish and not can_free_buckets(ddp):
-        raise ValueError(f"shard_gradients=True needs a newer torch: the DDP of {torch.__version__} cannot do without its buckets")
+        raise ValueError(
+            f"shard_gradients=True needs a newer torch: the DDP of {torch.__version__} cannot do without its buckets"
+        )
 
 
 def _check_safety(safety: Safety, schedule: Schedule) -> None:

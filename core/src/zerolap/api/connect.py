@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -31,8 +32,8 @@ from zerolap.runtime.common import Common, Hook
 from zerolap.runtime.engine import DDPHook, Engine, agreement_of
 from zerolap.runtime.exchange_strategies import ExchangeStrategy
 from zerolap.runtime.failures import Failures
-from zerolap.runtime.optimizer_facts import refuse_immovable
 from zerolap.runtime.gradient_memory import GradientMemory
+from zerolap.runtime.optimizer_facts import refuse_immovable
 from zerolap.runtime.peers import all_gather_json, forget_keys, refuse_together
 from zerolap.runtime.probe import Probe
 from zerolap.schedule.machine import Agreement, Gather, Machine, Schedule
@@ -141,6 +142,7 @@ def start_engine(
         asks_for_use=agreement is not Agreement.NEVER,
         group=group,
         hook=hook,
+        norm_dtype=torch.float64 if adapter.capabilities.has_float64 else torch.float32,
         gradient_memory=memory,
     )
     engine = Engine(
@@ -203,7 +205,9 @@ def _check(ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer) -> None:
     if ddp.skip_all_reduce_unused_params:
         raise ValueError("skip_all_reduce_unused_params=True hides buckets from hooks; leave it False")
     if ddp.static_graph and getattr(ddp, "bucket_bytes_cap_list", None):
-        raise ValueError("with static_graph=True and bucket_cap_mb_list DDP numbers its first buckets wrongly; use bucket_cap_mb")
+        raise ValueError(
+            "with static_graph=True and bucket_cap_mb_list DDP numbers its first buckets wrongly; use bucket_cap_mb"
+        )
     if has_python_reducer(ddp):
         raise ValueError("DDP's Python reducer (compiled autograd) does not run hooks in backward; use the default one")
     if any(isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse for m in ddp.module.modules()):

@@ -21,7 +21,10 @@ class GradScaler(torch.amp.GradScaler):
         gradients = _gradients_of(optimizer) if self.is_enabled() else None
         if gradients is not None and not gradients.is_unscaled:
             self.unscale_(optimizer)
-        return super().step(optimizer, *args, **kwargs)
+        result = super().step(optimizer, *args, **kwargs)
+        if gradients is not None:
+            gradients.drop()  # where they were not finite, and no step has used them
+        return result
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool

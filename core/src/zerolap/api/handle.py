@@ -114,6 +114,18 @@ class Handle:
             raise RuntimeError("there is nothing to audit by: this was detached; attach again, or audit before")
         self._audit.run()
 
+    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
+        """The norm of the mean gradients of all parameters, for a log. Called by all ranks.
+
+        With ``schedule="on_step"`` of those that the next ``step()`` uses; else of the last update's, which needs
+        ``attach(..., track_grad_norm=True)``.
+        """
+        return self._engine.gradients.norm(norm_type)
+
+    def mean_gradient(self, param: Tensor) -> Tensor:
+        """The mean gradient of one parameter, whole, as the next ``step()`` uses it. Called by all ranks, with ``schedule="on_step"``."""
+        return self._engine.gradients.usable_for("collecting a gradient").mean_of(param)
+
     def refresh_masters(self) -> None:
         """Take over parameters that were set by hand; ``load_state_dict`` of the module does this by itself."""
         refresh_masters(self._engine)

@@ -154,6 +154,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all parameters; unlike torch's own it waits for no parameter that is on its way."""
+        if self._engine is not None and self._engine.common.gradient_memory is not None:
+            self._engine.gradients.drop()
         kept: list[Tensor] = []
         for group in self.param_groups:
             # Not params_of(): this runs at every step, beside the updates, and a call of another module for each group would show.
@@ -195,10 +197,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take this rank's part of a whole state: ours, torch's ZeroRedundancyOptimizer's or the plain optimizer's.
-
-        The given dict is left as it is, and nothing we do later shows in it.
-        """
+        """Take this rank's part of a whole state: ours, torch's class's or the plain optimizer's. The dict stays as it is."""
         optimizer_state.refuse_unknown_params(state_dict["state"], len(self._book.params))
         # torch's own checks, hooks and rules for the groups; the states are ours to place.
         super().load_state_dict({**state_dict, "state": {}})

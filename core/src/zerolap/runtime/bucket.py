@@ -7,21 +7,22 @@ no work per parameter, and no choice left.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from zerolap._torch import GradBucket, is_profiling, version_of
+from zerolap._torch import GradBucket, is_profiling
 from zerolap.backend.lanes import Pending, Waiter
 from zerolap.errors import CollectiveError, ZerolapError, forked
 from zerolap.runtime.common import Common
-from zerolap.runtime.flat_buffer import FlatBuffer, Marks
-from zerolap.runtime.gradient_memory import BucketMemory, Refillable
+from zerolap.runtime.flat_buffer import FlatBuffer, Marks, Sealed
+from zerolap.runtime.gradient_memory import FreedGradients
 from zerolap.runtime.param_groups import NOT_OPTIONS, Options, ParamGroup
 from zerolap.runtime.shard_optimizer import LocalOptimizer, Shard
 from zerolap.schedule.ownership import BucketOwners, Slot
@@ -36,12 +37,14 @@ class Update:
         self.check: Callable[[], None] | None = None  # called before that, on all ranks
         self.divisor: Tensor | None = None  # of the gradients, where the optimizer applies it
         self.last: LocalOptimizer | None = None  # that was stepped, in this update or an earlier one
+        self.norms: list[Tensor] = []  # of the mean gradients that were used, shard by shard, if they are tracked
         self._has_stepped = False
 
     def begin(self) -> None:
         """Take the options as they are now; before the first step."""
         if self.check is not None:
             self.check()
+        self.norms = []
         self.options = [
             {key: value for key, value in dict.items(group) if key not in NOT_OPTIONS} for group in self._read_groups()
         ]
@@ -73,6 +76,18 @@ class Update:
             )
         self.options = self.divisor = None
         self._has_stepped = False
+
+
+class OwnPiece(NamedTuple):
+    """Elements of one parameter whose mean gradient this rank has."""
+
+    place: int  # of the parameter in the bucket
+    start: int
+    stop: int
+    offset: int  # in this rank's part of the bucket
+
+    def view_of(self, memory: Tensor) -> Tensor:
+        return memory[self.offset : self.offset + self.stop - self.start]
 
 
 @dataclass(slots=True, eq=False)
@@ -107,18 +122,15 @@ class Bucket:
     scale: float = 1.0  # that makes the mean of it
     used: list[bool] | None = None  # by this rank, in this backward
     reduced: Tensor | None = None  # the means, once they are there, until the next backward
-    gradients: Tensor | None = (
-        None  # what DDP shall take: the means, or where only the owner of an element has those, its own
-    )
-    memory: BucketMemory | None = None  # of the buffer, and
-    shard_memory: Refillable | None = None  # of the shard's gradients, where they are freed when they were used, and
-    cast_memory: Refillable | None = None  # of what they are cast to for the optimizer
+    gradients: Tensor | None = None  # what DDP shall take: the means, or where an element's owner alone has it, its own
+    freed: FreedGradients | None = None  # what is freed of all of these, if anything is
     _reduction: Waiter[Tensor] | Pending | None = None
 
     # Of the update, once installed: by the lane.
     owners: BucketOwners | None = None
     flat: FlatBuffer | None = None
     shard: Shard | None = None  # None if nothing here is this rank's
+    own: Sequence[OwnPiece] = ()
     marks: Marks | None = None
     gather: Callable[[], Pending] | None = None  # starts the gather
     agreed: list[bool] | None = None  # which parameters any rank used; None while that is all
@@ -126,7 +138,7 @@ class Bucket:
     # Of the gather: started by the lane, waited for by the lane or by whoever uses a parameter first. The lock is held while waiting,
     # so that nobody takes a gather that another thread waits for as finished.
     gathering: Pending | None = None
-    _sealed: tuple[list[int], Tensor | None] | None = None  # See [Note: writes that come too early]
+    _sealed: Sealed | None = None  # while gathers are lazy
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -139,19 +151,11 @@ class Bucket:
         self.buffer, self.offsets = buffer, offsets
         self.scatter = self.gradients = self.reduced = None
         if self.common.gradient_memory is not None:
-            self.memory = self.common.gradient_memory.of_bucket(self.index, buffer)
+            self.freed = FreedGradients.filled_in(self.freed, buffer, self.index, self.common.gradient_memory)
 
     def uninstall(self) -> None:
         """Its parameters are about to move elsewhere."""
-        self.flat = self.shard = self.marks = self.gather = self.cast_memory = None
-
-    def give_back(self) -> Tensor:
-        """What DDP takes for the reduced bucket: that, or where whole gradients are freed, memory that it only makes views of."""
-        gradients, self.gradients = self.gradients, None
-        if self.common.gradient_memory is None:
-            return self.buffer if gradients is None else gradients
-        flat = None if self.flat is None else self.flat.buffer
-        return self.common.gradient_memory.readable(self.buffer) if flat is None else flat
+        self.flat = self.shard = self.marks = self.gather = None
 
     def release(self) -> None:
         """Let go of what belongs to groups and gradients."""
@@ -166,8 +170,8 @@ class Bucket:
         # Read now: once the bucket is reduced DDP gives a gradient to parameters that only other ranks used.
         self.used = [param.grad is not None for param in self.params] if common.asks_for_use else None
         self.reduced, self.gradients = None, self.buffer
-        if self.shard_memory is not None:
-            self._take_gradients()
+        if self.freed is not None:
+            self.freed.hand_over(self.buffer, self.params, self.offsets)
         probe.now.begun.append(perf_counter())
         is_seen = probe.trace is not None or is_profiling()
         hook, side, scatter = common.hook, common.reduce_side, self.scatter
@@ -187,17 +191,6 @@ class Bucket:
                 raise  # already names what failed
             raise CollectiveError(f"the reduction could not be started: {type(error).__name__}: {error}") from error
 
-    def _take_gradients(self) -> None:
-        """DDP has copied them: let go of the parameters' own. Where a parameter has none, what lies in its place is nothing."""
-        assert self.shard_memory is not None
-        self.shard_memory.take()
-        if self.memory is not None and self.common.gradient_memory is not None:
-            self.common.gradient_memory.take(self.memory)  # where it comes by itself
-        for param, offset in zip(self.params, self.offsets, strict=True):
-            if param.grad is None:
-                self.buffer[offset : offset + param.numel()].zero_()
-            param.grad = None
-
     def finish_reduce(self) -> None:
         """Wait for the reduction."""
         reduction, self._reduction = self._reduction, None
@@ -211,9 +204,8 @@ class Bucket:
                 self.reduced = self.shard_gradients
                 if self.scale != 1:
                     self.reduced.mul_(self.scale)
-                if self.memory is not None and self.common.gradient_memory is not None:
-                    self.gradients = None
-                    self.common.gradient_memory.reduced(self.memory, reduction)
+                if self.freed is not None:
+                    self.gradients, self.reduced = None, self.freed.reduced(self.reduced, reduction)
         except Exception as error:
             raise CollectiveError(f"{self.common.me}, bucket {self.index}: the reduction failed: {error}") from error
         self.common.probe.now.ended.append(perf_counter())
@@ -235,7 +227,7 @@ class Bucket:
 
     def step(self) -> None:
         """Update this rank's shard."""
-        update, probe = self.update, self.common.probe
+        update, common, probe = self.update, self.common, self.common.probe
         if update.options is None:
             update.begin()
         if self.gathering is not None:
@@ -247,25 +239,16 @@ class Bucket:
             return
         assert self.reduced is not None, "a bucket is reduced before it is stepped"
         start = perf_counter()
-        if self.cast_memory is not None:
-            self.cast_memory.take()
+        if self.freed is not None:
+            self.freed.before_step()
         if self.reduced is not shard.grads_of or self.agreed is not None or shard.used is not None:
             shard.set_grads(self.reduced, self.agreed)
+        if common.tracks_norm:
+            update.norms.append(torch.linalg.vector_norm(self.reduced, dtype=common.norm_dtype))
         update.step(shard.local)
         probe.now.steps.append((start, perf_counter()))
-        if self.shard_memory is not None and self.common.waits_on_host:
-            self.free_shard()
-
-    def free_shard(self) -> None:
-        """The shard's gradients were used."""
-        memory = self.common.gradient_memory
-        if self.shard_memory is None or memory is None:
-            return
-        self.shard_memory.free()
-        if self.cast_memory is None and self.shard is not None and self.shard.cast is not None:
-            self.cast_memory = memory.of(self.shard.cast)
-        if self.cast_memory is not None:
-            self.cast_memory.free()
+        if self.freed is not None:
+            self.freed.after_step(shard.cast)
 
     # --- 4, 5: the gather ---------------------------------------------------------------------------------------------
 
@@ -285,7 +268,7 @@ class Bucket:
         if self.gathering is not None:
             self.wait(is_lane=True)
         if common.is_lazy:
-            self._sealed = (list(map(version_of, self.params)), None if self.marks is None else self.marks.read())
+            self._sealed = Sealed(self.params, self.marks)
         else:
             probe.now.begun.append(perf_counter())
         is_seen = probe.trace is not None or is_profiling()
@@ -345,22 +328,9 @@ class Bucket:
         self.gathering = None
 
     def _refuse_early_writes(self) -> None:
-        """[Note: writes that come too early] Who reaches a parameter through its module or its optimizer waits for it, but
-        a reference that somebody holds does not. What is written by it while the gather is under way is overwritten on some
-        ranks and sent on by others. Autograd counts writes, and ours are all done when a gather begins: whoever waits first
-        finds out. Writes by ``param.data``, NumPy and torch's fused optimizers are not counted, but as a rule change some of
-        the marks, elements that this rank owns. Marks can be read where values are at hand on the host.
-        """
-        sealed, marks = self._sealed, self.marks
-        if sealed is None:
-            return
-        self._sealed = None
-        versions, values = sealed
-        is_counted = versions != list(map(version_of, self.params))
-        if is_counted or (marks is not None and values is not None and not torch.equal(values, marks.read())):
-            written = {p for p, before in zip(self.params, versions, strict=True) if version_of(p) != before}
-            if marks is not None and values is not None:
-                written |= marks.changed_since(values)
+        sealed, self._sealed = self._sealed, None
+        written = set() if sealed is None else sealed.written()
+        if written:
             raise ZerolapError(
                 f"{self.common.me}, bucket {self.index}: parameters were written between their update and the end of their gather, which "
                 f"is lost on some ranks and not on others: {', '.join(self._names_of(written)[:5])}. Reach them through their modules or "

@@ -175,7 +175,8 @@ class BackwardEnd:
         """The same, for mean gradients that an update has used."""
         if self._common.gradient_memory is not None and self._common.failures.first is None:
             for bucket in self._layout:
-                bucket.free_shard()
+                if bucket.freed is not None:
+                    bucket.freed.used()
 
     def forget_gradients(self) -> None:
         """They would keep memory that DDP has given up."""

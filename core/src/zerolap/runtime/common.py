@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
@@ -44,6 +45,8 @@ class Common:
     asks_for_use: bool  # parameters may be unused, on this rank or on all
     group: dist.ProcessGroup | None  # that the lane uses; None once it was given up
     hook: Hook | None = None  # reduces, where that is somebody else's
+    tracks_norm: bool = False  # of the mean gradients, as they are used
+    norm_dtype: torch.dtype = torch.float32  # the most exact in which they can be added up here
     gradient_memory: GradientMemory | None = None  # where gradients are given back as soon as they were used
     # Gathers, by bucket. Apart from the buckets: they go on when the engine is dropped, and must not keep it.
     in_flight: dict[int, Pending] = field(default_factory=dict)
@@ -51,6 +54,8 @@ class Common:
     def close(self) -> None:
         """End the lane; groups close with the last reference to them."""
         self.lane.close()
+        if self.gradient_memory is not None and self.failures.first is not None:
+            self.gradient_memory.failed()
         forget_locals(self.failures.first)
 
     def raise_if_failed(self) -> None:

@@ -28,6 +28,7 @@ from zerolap.runtime.bucket import Bucket, Update
 from zerolap.runtime.checks import BackwardEnd, Rereads, Thawed, refuse_join
 from zerolap.runtime.common import Common, Observer
 from zerolap.runtime.exchange_strategies import ExchangeStrategy
+from zerolap.runtime.gradient_memory import GradientMemory
 from zerolap.runtime.migration import migrate
 from zerolap.runtime.probe import IN_STEP, MOST_UPDATES, Times
 from zerolap.runtime.recording import Recording
@@ -53,8 +54,7 @@ class Engine:
         update: Update,
         on_update: Callable[[], None],
     ) -> None:
-        self.book = book
-        self.common = common
+        self.book, self.common = book, common
         self.strategy = strategy
         self.machine = machine
         self.update = update
@@ -124,7 +124,8 @@ class Engine:
             if schedule is not Schedule.ON_STEP:
                 actions = self.machine.step_called()
             self._end.gradients.refuse_changes(schedule)
-            if self.machine.phase is Phase.REDUCED and not all(each.may_update() for each in self.observers):
+            is_due = self.machine.phase is Phase.REDUCED
+            if is_due and (self.gradients.are_dropped or not all(each.may_update() for each in self.observers)):
                 self.machine.step_skipped()
             elif actions is None:
                 actions = self.machine.step_called()
@@ -132,8 +133,9 @@ class Engine:
             self._fail(error, "step() after a backward that did not finish")
             self.common.raise_failure()
         if actions:
-            self.common.run_on_lane(partial(self._do, actions), IN_STEP)
-        self._end.free_shards()
+            self.common.run_on_lane(partial(_do, self, actions), IN_STEP)
+        if self.common.gradient_memory is not None:
+            self._end.free_shards()
 
     def reschedule(self, schedule: Schedule, gather: Gather) -> None:
         """Go on in another way, from the next backward on; all ranks at the same one."""
@@ -155,8 +157,6 @@ class Engine:
         self.common.failures.note_at(error, where)
         self.machine.failed()
         self.common.close()
-        if self.common.gradient_memory is not None:
-            self.common.gradient_memory.failed()
 
     def dispose(self) -> None:
         """Close, and let go of groups and of whatever leads back here: nothing waits for the garbage collector."""
@@ -221,11 +221,11 @@ class Engine:
     def _limit_memory(self, bucket: Bucket) -> None:
         """Wait before more gradients come, if many are not reduced yet; not where other ranks may need those to get on."""
         memory, ddp = self.common.gradient_memory, self._ddp()
-        if memory is not None and bucket.memory is not None and not join_config_of(ddp).enable:
-            try:
-                memory.make_room_behind(bucket.memory)
-            except CollectiveError as error:
-                self._fail(error, f"bucket {bucket.index}")
+        try:
+            if memory is not None and bucket.freed is not None and not join_config_of(ddp).enable:
+                memory.make_room_behind(bucket.freed.whole)
+        except CollectiveError as error:
+            self._fail(error, f"bucket {bucket.index}")
 
     def _compare_layouts(self, given: GradBucket) -> tuple[Action, ...]:
         """All buckets of a backward were recorded: is it the layout that owners were assigned for?"""
@@ -236,7 +236,7 @@ class Engine:
         self._do_at_once(actions, given, None)
         self.layout, self._recording.buckets = buckets, []
         if self.common.gradient_memory is not None and current_graph_task_id() != -1:
-            self.common.gradient_memory.watch([(each.memory, each.params) for each in buckets if each.memory is not None])
+            self.common.gradient_memory.watch([(each.freed.whole, each.params) for each in buckets if each.freed])
         return actions
 
     def _give_back(self, bucket: GradBucket) -> Future[Tensor]:
@@ -255,45 +255,28 @@ class Engine:
     def _do_for_bucket(self, actions: Sequence[Action], bucket: Bucket) -> Tensor:
         if self.common.failures.first is None:
             try:
-                self._do(actions)
+                _do(self, actions)
             except Exception as error:
                 self.common.failures.note(error)
         self.probe.lane_ended_at = perf_counter()
         if self.probe.trace is not None:
             self.probe.note_lane(self.probe.trace)
-        if self.common.gradient_memory is not None and self.common.failures.first is not None:
-            self.common.gradient_memory.failed()
-        return bucket.give_back()
-
-    def _do(self, actions: Sequence[Action]) -> None:
-        """Do what may wait; the rest was done when the machine asked for it."""
-        is_seen = self.probe.trace is not None or is_profiling()
-        for verb, index in actions:
-            if verb in AT_ONCE:
-                continue
-            try:
-                do: Callable[[Any], None] = _DO[verb]
-                target = self if index is None else self.at_hand[index]
-                if is_seen:
-                    self.probe.do(verb.name.lower(), index, partial(do, target))
-                else:
-                    do(target)
-            except Exception as error:
-                if error is self.common.failures.first or isinstance(error, CollectiveError):
-                    raise  # already names rank and bucket
-                where = (
-                    f"{self.common.me}, {'all buckets' if index is None else f'bucket {index}'}, {verb.name.lower()}"
-                )
-                raise ZerolapError(f"{where}: {type(error).__name__}: {error}") from error
+        gradients, bucket.gradients = bucket.gradients, None
+        if self.common.gradient_memory is not None:
+            return _for_views(bucket, self.common.gradient_memory)
+        return bucket.buffer if gradients is None else gradients
 
     def _migrate(self) -> None:
         self._finish_gathers()
+        left = [each for each in self.installed if each.freed and each.freed.is_unused and each not in self.at_hand]
         for bucket in self.installed:
             bucket.uninstall()
         self.installed[:] = self.at_hand
         migrate(self.book, self.installed, common=self.common, strategy=self.strategy, older=self.update.last)
         self.bucket_of.clear()
         self.bucket_of.update((param, bucket) for bucket in self.installed for param in bucket.params)
+        if left:
+            self.gradients.carry_over(left, self.bucket_of)
 
     def _finish_gathers(self) -> None:
         for bucket in self.installed:
@@ -319,6 +302,33 @@ _DO: dict[Verb, Callable[[Any], None]] = {
     Verb.WAIT: Engine._finish_gathers,
     Verb.FINISH: Engine._finish_update,
 }
+
+
+def _do(engine: Engine, actions: Sequence[Action]) -> None:
+    """Do what may wait; the rest was done when the machine asked for it."""
+    is_seen = engine.probe.trace is not None or is_profiling()
+    for verb, index in actions:
+        if verb in AT_ONCE:
+            continue
+        try:
+            do: Callable[[Any], None] = _DO[verb]
+            target = engine if index is None else engine.at_hand[index]
+            if is_seen:
+                engine.probe.do(verb.name.lower(), index, partial(do, target))
+            else:
+                do(target)
+        except Exception as error:
+            if error is engine.common.failures.first or isinstance(error, CollectiveError):
+                raise  # already names rank and bucket
+            where = f"{engine.common.me}, {'all buckets' if index is None else f'bucket {index}'}, {verb.name.lower()}"
+            raise ZerolapError(f"{where}: {type(error).__name__}: {error}") from error
+
+
+def _for_views(bucket: Bucket, memory: GradientMemory) -> Tensor:
+    """What DDP makes views of, and nobody reads, where whole gradients are freed."""
+    if bucket.common.failures.first is not None:
+        memory.failed()
+    return memory.readable(bucket.buffer) if bucket.flat is None else bucket.flat.buffer
 
 
 class DDPHook:

@@ -16,7 +16,7 @@ from torch import Tensor
 from zerolap.backend.base import Adapter
 from zerolap.backend.lanes import Pending, start_all
 from zerolap.backend.parts import Parts
-from zerolap.runtime.bucket import Bucket
+from zerolap.runtime.bucket import Bucket, OwnPiece
 from zerolap.runtime.precision import Precision
 from zerolap.runtime.shard_optimizer import GradSlot, Shard, ShardBook, stand_in_for
 from zerolap.runtime.state_pieces import strides_in_bucket
@@ -123,8 +123,8 @@ class ReduceScatter:
         mine = buffer[bounds[self._book.rank] : bounds[self._book.rank + 1]]
         if bucket.shard_gradients is None:
             bucket.shard_gradients = torch.empty_like(mine, dtype=self.precision.reduce_dtype or mine.dtype)
-            if bucket.common.gradient_memory is not None:
-                bucket.shard_memory = bucket.common.gradient_memory.of(bucket.shard_gradients)
+            if bucket.freed is not None:
+                bucket.freed.reduced_into(bucket.shard_gradients)
         into = bucket.shard_gradients
         start = partial(
             self._adapter.reduce_scatter,
@@ -154,12 +154,18 @@ class ReduceScatter:
         assert bucket.owners is not None
         assert self._group is not None
         owned = bucket.owners.owned_by(self._book.rank)
+        begin = self._bounds_of(bucket)[self._book.rank]
+        place_of = {index: place for place, index in enumerate(bucket.places)}
+        bucket.own = [
+            OwnPiece(place_of[piece.param], *piece[1:], bucket.offsets[place_of[piece.param]] + piece.start - begin)
+            for piece in owned
+            if piece.start < piece.stop
+        ]
         bucket.shard = self._make_shard(bucket, owned) if owned else None
         sent_as, buffer = self.precision.gather_dtype, bucket.flat.buffer
         is_rounded = sent_as not in (None, buffer.dtype)  # what is owned, too
         if not self._adapter.capabilities.futures_complete_at_enqueue and not is_rounded:
-            place_of = {index: place for place, index in enumerate(bucket.places)}
-            bucket.marks = bucket.flat.mark([(place_of[piece.param], piece.start, piece.stop) for piece in owned])
+            bucket.marks = bucket.flat.mark([piece[:3] for piece in bucket.own])
         what = f"{bucket.common.me}, bucket {bucket.index}: all-gather of updated parameters"
         start = partial(self._adapter.all_gather, group=self._group, tag=bucket.index, what=what)
         ends = bucket.flat.positions(self._bounds_of(bucket))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from zerolap._logging import logger_of
+from zerolap._torch import version_of
 from zerolap.runtime.state_pieces import strides_in_bucket
 
 logger = logger_of(__name__)
@@ -34,6 +35,32 @@ class Marks(NamedTuple):
         """The parameters some of whose marked elements are not what they were."""
         changed = (values != self.read()).tolist()
         return {param for param, is_changed in zip(self.params, changed, strict=True) if is_changed}
+
+
+class Sealed:
+    """What some parameters were when their gather began.
+
+    [Note: writes that come too early] Who reaches a parameter through its module or its optimizer waits for it, but a reference that
+    somebody holds does not. What is written by it while the gather is under way is overwritten on some ranks and sent on by others.
+    Autograd counts writes, and ours are all done when a gather begins: whoever waits first finds out. Writes by ``param.data``, NumPy and
+    torch's fused optimizers are not counted, but as a rule change some of the marks, elements that this rank owns. Marks can be read
+    where values are at hand on the host.
+    """
+
+    __slots__ = ("_marks", "_params", "_values", "_versions")
+
+    def __init__(self, params: Sequence[Tensor], marks: Marks | None) -> None:
+        self._params = params
+        self._versions = list(map(version_of, params))
+        self._marks = marks
+        self._values = None if marks is None else marks.read()
+
+    def written(self) -> set[Tensor]:
+        """Those that were written since."""
+        found = {p for p, before in zip(self._params, self._versions, strict=True) if version_of(p) != before}
+        if self._marks is not None and self._values is not None and not torch.equal(self._values, self._marks.read()):
+            found |= self._marks.changed_since(self._values)
+        return found
 
 
 class FlatBuffer:

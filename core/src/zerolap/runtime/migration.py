@@ -20,9 +20,10 @@ from zerolap.runtime.state_pieces import by_param
 from zerolap.runtime.state_transfer import move_states
 from zerolap.schedule.ownership import GroupRank, Piece
 
-# When buckets change, states go to their new owners in this many portions, unless these would be small.
-_NUM_MOVES = 8
-_LEAST_MOVED_BYTES = 16 * 2**20
+# When buckets change, states go to their new owners some buckets at a time: with each portion every rank talks to every other one, which
+# shall not be more than so many rounds in all, nor for less than so much.
+_MOST_ROUNDS = 256
+_LEAST_MOVED_BYTES = 2 * 2**20
 
 
 def migrate(
@@ -69,13 +70,9 @@ class _Migration:
         book.locals[0].inherit(older)
         if outside:
             self._bring(outside, book.locals)
-        num_moves = max(
-            1,
-            min(
-                _NUM_MOVES,
-                sum(param.nbytes for bucket in self._buckets for param in bucket.params) // _LEAST_MOVED_BYTES,
-            ),
-        )
+        num_bytes = sum(param.nbytes for bucket in self._buckets for param in bucket.params)
+        most_moves = _MOST_ROUNDS // max(1, book.world_size - 1)
+        num_moves = max(1, min(most_moves, num_bytes // _LEAST_MOVED_BYTES))
         at_once = max(1, -(-len(self._buckets) // num_moves))
         for first in range(0, len(self._buckets), at_once):
             arriving: list[LocalOptimizer] = []
@@ -83,7 +80,7 @@ class _Migration:
             for bucket in portion:
                 with lane.as_caller():  # their memory is the model's
                     bucket.flat = FlatBuffer(bucket.params)
-                bucket.shard = bucket.marks = bucket.agreed = bucket.cast_memory = None
+                bucket.shard = bucket.marks = bucket.agreed = None
                 strategy.install(bucket)
                 if bucket.shard is not None:
                     bucket.shard.local.inherit(older)

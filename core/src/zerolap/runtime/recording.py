@@ -45,9 +45,6 @@ class Recording:
         else:
             self.buckets.append(Bucket(index, self._common, self._update, places, params, buffer, offsets))
             self.buckets[-1].record(buffer, offsets)
-        memory, all_memory = self.buckets[-1].memory, self._common.gradient_memory
-        if memory is not None and all_memory is not None:
-            all_memory.count(memory)
 
     def outside(self) -> list[Tensor]:
         """The optimizer's parameters that are in none of the buckets."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Real
 
 import torch
@@ -18,6 +18,7 @@ from zerolap._torch import unscale_and_find_nonfinite_
 from zerolap.runtime.bucket import Bucket, Update
 from zerolap.runtime.common import Common
 from zerolap.runtime.shard_optimizer import ShardBook
+from zerolap.runtime.state_pieces import strides_in_bucket
 from zerolap.schedule.machine import Machine, Phase, Schedule
 
 SEARCH = "search for gradients that are not finite"
@@ -35,11 +36,27 @@ class ReducedGradients:
         self._machine = machine
         self._buckets = buckets
         self.unscaled_backward = -1  # the number of the backward whose gradients a GradScaler has unscaled
+        self._dropped_backward = -1  # and of that whose gradients shall not be used
 
     @property
     def is_unscaled(self) -> bool:
         """Whether a GradScaler that knows shards has unscaled the gradients at hand."""
         return self.unscaled_backward == self._common.probe.num_backwards
+
+    @property
+    def are_dropped(self) -> bool:
+        """Whether the gradients at hand were cleared."""
+        return self._dropped_backward == self._common.probe.num_backwards
+
+    def drop(self) -> None:
+        """Clear those that were reduced and not used: where gradients are freed they are nowhere else."""
+        if self._common.gradient_memory is None or self._machine.phase is not Phase.REDUCED:
+            return
+        for bucket in self._buckets:
+            assert bucket.freed is not None
+            bucket.freed.used()
+            bucket.reduced = None
+        self._dropped_backward = self._common.probe.num_backwards
 
     def usable_for(self, purpose: str) -> ReducedGradients:
         """Itself, if gradients can still be changed between backward and step()."""
@@ -76,7 +93,49 @@ class ReducedGradients:
                 shard.mul_(coefficient.to(shard.dtype))
         return total.to(torch.float32)
 
-    def _norm(self, shards: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
+    def norm(self, norm_type: float) -> Tensor:
+        """The norm of the mean gradients that the next step() uses; or, where updates are inside backward, of those of the last one."""
+        if self._machine.schedule is Schedule.ON_STEP:
+            total = self._norm(self.shards(), 0.0, norm_type, "grad_norm")
+            return (total if self._update.divisor is None else total / self._update.divisor).to(torch.float32)
+        self._common.raise_if_failed()
+        if not self._common.tracks_norm or norm_type != 2:
+            raise RuntimeError(
+                "updates inside backward have used the gradients already: use zerolap.attach(ddp, optimizer, track_grad_norm=True), which "
+                'adds up their norm of order 2 on the way, or schedule="on_step"'
+            )
+        if not self._common.probe.num_updates:
+            raise RuntimeError("there was no update yet: call this after the first backward")
+        return self._norm(self._update.norms, 0.0, 2.0, "grad_norm").to(torch.float32)
+
+    def mean_of(self, param: Tensor) -> Tensor:
+        """The mean gradient of one parameter, as the next step() uses it, collected from its owners; the same on all ranks."""
+        self.shards()  # which raises where there are none
+        bucket = next((bucket for bucket in self._buckets if any(each is param for each in bucket.params)), None)
+        if bucket is None:
+            raise ValueError("this is none of the optimizer's parameters that have a gradient")
+        place = next(place for place, each in enumerate(bucket.params) if each is param)
+        whole = gather_gradient(bucket, place, memory=bucket.reduced)
+        whole = self._over_all_ranks(whole, dist.ReduceOp.SUM, "collecting a gradient")
+        if self._update.divisor is not None:
+            whole = whole / self._update.divisor
+        return whole.as_strided(param.shape, strides_in_bucket(param))
+
+    def carry_over(self, old: Sequence[Bucket], new: Mapping[Tensor, Bucket]) -> None:
+        """Add what earlier backwards have left for the next update to the buckets of another layout. A collective, on the lane."""
+        for bucket in old:
+            memory = None if bucket.freed is None else bucket.freed.unused
+            for place, param in enumerate(bucket.params):
+                whole = gather_gradient(bucket, place, memory=memory)
+                whole = self._common.over_all_ranks(whole, dist.ReduceOp.SUM, "moving accumulated gradients")
+                to = new[param]
+                for piece in to.own:
+                    if to.params[piece.place] is param and to.reduced is not None:
+                        piece.view_of(to.reduced).add_(whole[piece.start : piece.stop])
+
+    def _norm(
+        self, shards: Sequence[Tensor], max_norm: float, norm_type: float, caller: str = "clip_grad_norm_"
+    ) -> Tensor:
         """The norm of all gradients. Arguments that are wrong or differ between ranks are refused on all of them.
 
         For that a code of the arguments goes with the norm, and none for wrong ones. It is read where reading does not hold up a stream.
@@ -108,7 +167,7 @@ class ReducedGradients:
             times = 1 if is_max else self._book.world_size
             if [each.item() for each in found] != [times * code, -times * code]:
                 raise ValueError(
-                    f"clip_grad_norm_(max_norm={max_norm}, norm_type={norm_type}) was called with other or wrong arguments on "
+                    f"{caller}(max_norm={max_norm}, norm_type={norm_type}) was called with other or wrong arguments on "
                     "another rank; all ranks must give the same"
                 )
         norm: Tensor = total if is_max else total ** (1 / norm_type)
@@ -142,6 +201,16 @@ class ReducedGradients:
         if self._common.is_alone:
             return value
         return self._common.run_on_lane(lambda: self._common.over_all_ranks(value, op, what))
+
+
+def gather_gradient(bucket: Bucket, place: int, *, memory: Tensor | None) -> Tensor:
+    """This rank's part of a parameter's gradient, and zeros for that of others, in memory order."""
+    assert memory is not None, "a bucket is reduced before its gradients are asked for"
+    whole = torch.zeros(bucket.params[place].numel(), dtype=memory.dtype, device=memory.device)
+    for piece in bucket.own:
+        if piece.place == place:
+            whole[piece.start : piece.stop] = piece.view_of(memory)
+    return whole
 
 
 def _mistake_in(max_norm: object, norm_type: object) -> Exception | None:

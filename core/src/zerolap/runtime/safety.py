@@ -74,17 +74,24 @@ class NonFiniteCheck(Observer):
             return None
         common, mine = self._common, []
         assert common.group is not None
-        for bucket in self._buckets:  # whose memory still holds this rank's own gradients
-            if not bucket.buffer.isfinite().all():
-                mine += [
-                    f"{common.me}, bucket {bucket.index}, {common.names.get(param)}"
-                    for param, offset in zip(bucket.params, bucket.offsets, strict=True)
-                    if not bucket.buffer[offset : offset + param.numel()].isfinite().all()
-                ]
+        for bucket in self._buckets:
+            mine += _nonfinite_in(bucket)
         what = f"{common.me}: naming gradients that are not finite"
         said = [name for names in all_gather_json(mine[:3], group=common.group, what=what) for name in names]
         whose = f"those of {'; '.join(said[:9])}" if said else "their sum over all ranks has overflowed"
         return f"{common.me}: gradients are not finite, update {common.probe.num_updates + 1} was not made: {whose}"
+
+
+def _nonfinite_in(bucket: Bucket) -> list[str]:
+    """Which of its gradients are not finite: this rank's own, or of the mean where its own are freed."""
+    where, names = f"bucket {bucket.index}", bucket.common.names
+    if bucket.freed is None:
+        ends = zip(bucket.params, bucket.offsets, strict=True)
+        own = [(param, bucket.buffer[offset : offset + param.numel()]) for param, offset in ends]
+        return [f"{bucket.common.me}, {where}, {names.get(param)}" for param, grad in own if not grad.isfinite().all()]
+    assert bucket.reduced is not None, "gradients are reduced before they are looked at"
+    places = {piece.place for piece in bucket.own if not piece.view_of(bucket.reduced).isfinite().all()}
+    return [f"the mean over ranks, {where}, {names.get(bucket.params[place])}" for place in sorted(places)]
 
 
 class Audit(Observer):
