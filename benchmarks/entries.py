@@ -26,7 +26,7 @@ ADAMW = {"lr": 1e-4, "weight_decay": 0.01}
 class Lm(nn.Module):
     """A decoder-only transformer."""
 
-    def __init__(self, vocabulary: int, width: int, num_layers: int, num_heads: int) -> None:
+    def __init__(self, vocabulary: int, width: int, num_layers: int, num_heads: int, *, is_tied: bool = False) -> None:
         super().__init__()
         self.vocabulary = vocabulary
         self.embedding = nn.Embedding(vocabulary, width)
@@ -37,6 +37,8 @@ class Lm(nn.Module):
         self.layers = nn.TransformerEncoder(layer, num_layers, enable_nested_tensor=False)
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
+        if is_tied:
+            self.head.weight = self.embedding.weight
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(LENGTH), persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -91,6 +93,7 @@ class Convnet(nn.Module):
 MODELS: dict[str, Callable[[], Any]] = {
     "lm5": lambda: Lm(1024, 256, 6, 4),
     "lm27": lambda: Lm(8192, 512, 6, 8),
+    "lm58": lambda: Lm(40000, 512, 12, 8, is_tied=True),
     "lm110": lambda: Lm(16384, 768, 12, 12),
     "many": ManySmall,
     "conv": Convnet,
@@ -160,8 +163,9 @@ class TorchZero(Entry):
 
 
 class Zerolap(Entry):
-    def __init__(self, model: nn.Module, *, cap: float | None = None, **options: Any) -> None:
-        ddp = DDP(model, bucket_cap_mb=cap, gradient_as_bucket_view=True)
+    def __init__(self, model: nn.Module, *, cap: float | None = None, as_view: bool = True, **options: Any) -> None:
+        as_view = as_view and not options.get("shard_gradients")  # which frees what would be viewed
+        ddp = DDP(model, bucket_cap_mb=cap, gradient_as_bucket_view=as_view)
         super().__init__(
             ddp,
             zerolap.ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, overlap_with_ddp=True, **ADAMW),
@@ -262,7 +266,14 @@ def entries(cap: float) -> dict[str, Callable[[nn.Module], Entry]]:
             made[f"zerolap {schedule} {gather}, {cap:g} MB"] = lambda model, s=schedule, g=gather: Zerolap(
                 model, cap=cap, schedule=s, gather=g
             )
+    for gather in ("eager", "lazy"):
+        made[f"zerolap stage 2, interleaved {gather}, {cap:g} MB"] = lambda model, g=gather: Zerolap(
+            model, cap=cap, gather=g, shard_gradients=True
+        )
     made["zerolap interleaved eager"] = lambda model: Zerolap(model)
+    made["zerolap interleaved eager, no views"] = lambda model: Zerolap(model, as_view=False)
+    made[f"zerolap interleaved eager, no views, {cap:g} MB"] = lambda model: Zerolap(model, cap=cap, as_view=False)
+    made["zerolap stage 2, interleaved eager"] = lambda model: Zerolap(model, shard_gradients=True)
     made[BY_MESSAGES] = lambda model: Zerolap(model, adapter=CpuGlooAdapter(shares_memory=False))
     made[f"zerolap, bfloat16 on the wire, {cap:g} MB"] = lambda model: Zerolap(
         model, cap=cap, schedule="after_backward", gather="lazy", master_weights=True, **BFLOAT16

@@ -52,7 +52,8 @@ def memory_of(zero: Any) -> Any:
 def assert_nothing_is_held(ddp: DDP, zero: Any) -> None:
     assert all(param.grad is None for param in ddp.parameters())
     for bucket in zero._engine.layout:
-        assert bucket.freed.is_freed(), f"something of bucket {bucket.index} is held"
+        held = bucket.freed.num_shard_bytes, bucket.freed.whole.is_there
+        assert held == (0, False), f"something of bucket {bucket.index} is held: {held}"
 
 
 def _sweep() -> int:
@@ -438,6 +439,19 @@ def test_detaching_gives_back_an_ordinary_ddp_and_attaching_again_goes_on() -> N
             zero.zero_grad()
             assert not any(param._backward_hooks for param in ours.parameters())
             handle = zerolap.attach(ours, zero, shard_gradients=i == 1, schedule="on_step", gather="lazy")
+
+
+@on_ranks(2)
+def test_dropping_ddp_and_optimizer_frees_the_parameters_of_hooks() -> None:
+    model = Mlp()
+    ddp = DDP(model, bucket_cap_mb=0.004)
+    zero, handle = sharded(ddp)
+    for x in batches(2):
+        iterate(ddp, zero, x)
+    dist.barrier()
+    del ddp, zero, handle
+    gc.collect()
+    assert not any(param._backward_hooks for param in model.parameters())
 
 
 @on_ranks(2)

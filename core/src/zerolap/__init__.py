@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from zerolap.backend.base import Adapter as Adapter
     from zerolap.backend.base import Capabilities as Capabilities
     from zerolap.backend.base import GroupSpec as GroupSpec
+    from zerolap.backend.base import Recycler as Recycler
     from zerolap.backend.lanes import Lane as Lane
     from zerolap.backend.lanes import Pending as Pending
     from zerolap.backend.lanes import Side as Side
@@ -60,6 +61,7 @@ _HOMES = {
     "Lane": "zerolap.backend.lanes",
     "Parts": "zerolap.backend.parts",
     "Pending": "zerolap.backend.lanes",
+    "Recycler": "zerolap.backend.base",
     "Side": "zerolap.backend.lanes",
     "Span": "zerolap.observe.timeline.record",
     "Stats": "zerolap.observe.stats",

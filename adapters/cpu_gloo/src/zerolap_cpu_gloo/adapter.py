@@ -31,7 +31,7 @@ from zerolap_cpu_gloo.memory import (
     SharedReceive,
     copy_out,
 )
-from zerolap_cpu_gloo.pages import give_pages_back
+from zerolap_cpu_gloo.pages import Pages
 
 _MAX_MESSAGES = 4096  # to a peer for one bucket; each has a tag of its own
 
@@ -78,8 +78,8 @@ class CpuGlooAdapter(Adapter):
         if trim is not None:
             trim(0)
 
-    def discard(self, tensor: Tensor) -> None:
-        give_pages_back(tensor.data_ptr(), tensor.nbytes)
+    def recycler(self) -> Pages:
+        return Pages()
 
     def open_group(self, like: dist.ProcessGroup, *, name: str) -> dist.ProcessGroup:
         group = super().open_group(like, name=name)

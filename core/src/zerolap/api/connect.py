@@ -124,8 +124,9 @@ def start_engine(
     agreement, device, me = agreement_of(ddp), zero._default_device, f"rank {dist.get_rank()}"
     probe = Probe(waits_on_host=not adapter.capabilities.futures_complete_at_enqueue)
     timeout = adapter.timeout(group).total_seconds() + _GRACE_SECONDS
-    discard = adapter.discard if probe.has_times else None
-    memory = GradientMemory(ddp, discard=discard, timeout=timeout, me=me) if shards_gradients else None
+    memory = None
+    if shards_gradients:
+        memory = GradientMemory(ddp, adapter=adapter, waits_on_host=probe.has_times, timeout=timeout, me=me)
     common = Common(
         me=me,
         adapter=adapter,
@@ -154,6 +155,8 @@ def start_engine(
         update=Update(zero._book.read_groups),
         on_update=noting_updates(zero),
     )
+    if memory is not None:
+        undo.callback(weakref.finalize(engine, memory.close))
     zero._engine = engine
     undo.callback(setattr, zero, "_engine", None)
     undo.callback(engine.dispose)

@@ -18,6 +18,7 @@ from zerolap.api.tuner import Tuner
 from zerolap.observe.recorder import Trace
 from zerolap.observe.stats import Stats
 from zerolap.observe.trace import take
+from zerolap.runtime.bucket import Bucket
 from zerolap.runtime.engine import Engine
 from zerolap.runtime.optimizer_state import local_view
 from zerolap.runtime.safety import Audit, NonFiniteCheck
@@ -133,6 +134,7 @@ class Handle:
     def stats(self) -> Stats:
         """Updates, bytes, memory, and how long training has waited; for a log or a chart. Waits for nothing."""
         engine, probe, layout = self._engine, self._engine.probe, self._engine.layout
+        memory = engine.common.gradient_memory
         states: Mapping[Any, dict[str, Any]] = local_view(self._optimizer._book).state
         return Stats(
             num_updates=probe.num_updates,
@@ -142,11 +144,30 @@ class Handle:
             sent_bytes=probe.sent_bytes,
             state_bytes=sum(t.nbytes for state in states.values() for t in state.values() if isinstance(t, Tensor)),
             flat_bytes=sum(bucket.flat.buffer.nbytes for bucket in engine.installed if bucket.flat is not None),
-            gradient_bytes=sum(each.shard_gradients.nbytes for each in layout if each.shard_gradients is not None),
+            whole_gradient_bytes=sum(map(_whole_gradient_bytes, layout)) + (0 if memory is None else memory.kept_bytes),
+            gradient_bytes=sum(map(_shard_gradient_bytes, layout)),
             receive_bytes=engine.common.adapter.kept_bytes,
+            transient_bytes=0 if memory is None else memory.most_transient_bytes,
             exposed_ms=1e3 * probe.exposed_seconds if probe.has_times else None,
             communication_ms=1e3 * probe.communication_seconds if probe.has_times else None,
         )
+
+
+def _whole_gradient_bytes(bucket: Bucket) -> int:
+    """Of a bucket's gradients that every rank has: DDP's own memory, and gradients that are not views of it."""
+    is_there = bucket.freed is None or bucket.freed.whole.is_there
+    ours = bucket.buffer.untyped_storage().data_ptr()
+    own = (param.grad for param in bucket.params if param.grad is not None)
+    beside = sum(grad.nbytes for grad in own if grad.untyped_storage().data_ptr() != ours)
+    return beside + (bucket.buffer.nbytes if is_there else 0)
+
+
+def _shard_gradient_bytes(bucket: Bucket) -> int:
+    """Of the mean gradients that this rank keeps of a bucket, and of what they are cast to."""
+    if bucket.freed is not None:
+        return bucket.freed.num_shard_bytes
+    cast = None if bucket.shard is None else bucket.shard.cast
+    return sum(each.nbytes for each in (bucket.shard_gradients, cast) if each is not None)
 
 
 @public

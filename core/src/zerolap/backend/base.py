@@ -6,7 +6,7 @@ import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -67,6 +67,24 @@ class GroupSpec:
     @property
     def size(self) -> int:
         return len(self.global_ranks)
+
+
+@public
+class Recycler(Protocol):
+    """Hands memory on, on a device without streams. Tensors stay where they are: it is pages that move. Called by any thread."""
+
+    def discard(self, tensor: Tensor) -> None:
+        """Take the memory of a contiguous tensor; its values are lost. It may be written to behind ``refill``."""
+
+    def refill(self, tensor: Tensor) -> None:
+        """Give memory to a tensor that was discarded, has not been written to since, and is about to be, all of it."""
+
+    def release(self, most_bytes: int = 0) -> None:
+        """Give memory that is kept back to the system, but for this much."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of memory that is kept."""
 
 
 @public
@@ -221,11 +239,12 @@ class Adapter:
     def release_memory(self) -> None:
         """Give memory that was freed back to whoever had it, if the device's allocator keeps much of it. Called seldom."""
 
-    def discard(self, tensor: Tensor) -> None:
-        """Give back the memory of a contiguous tensor whose values are not needed any more. It may be written to at once, and has any values.
+    def recycler(self) -> Recycler | None:
+        """What hands on memory that is not needed for a while; None, as it stands, to leave it where it is.
 
-        For devices without streams; as it stands the memory is kept.
+        For devices without streams: on the others their allocator does it.
         """
+        return None
 
     def close_group(self, group: dist.ProcessGroup) -> None:
         """Give up what ``open_group`` has taken beyond the group object itself."""

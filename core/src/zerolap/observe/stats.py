@@ -28,14 +28,28 @@ class Stats:
     """Of optimizer state in this rank's shards, master weights included."""
     flat_bytes: int
     """Of flat buffers, in which the parameters live; instead of their own memory, not beside it."""
+    whole_gradient_bytes: int
+    """Of gradients that are not sharded: DDP's buckets, and ``.grad`` beside them without ``gradient_as_bucket_view``."""
     gradient_bytes: int
-    """Of the reduced gradients of this rank's shards."""
+    """Of the mean gradients of this rank's shards."""
     receive_bytes: int
-    """That the adapter keeps for what is received."""
+    """That the adapter keeps for what is sent and received, shared memory included."""
+    transient_bytes: int
+    """The most that gradients took during a step beyond what was held after it, with ``shard_gradients``."""
     exposed_ms: float | None
     """How long training has waited for communication."""
     communication_ms: float | None
     """How long communication was in flight; of lazy gathers only what was waited for is counted, as the end of the rest is not seen."""
+
+    @property
+    def held_bytes(self) -> int:
+        """What training takes now beyond the model: state, gradients and what is kept to receive."""
+        return self.state_bytes + self.whole_gradient_bytes + self.gradient_bytes + self.receive_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The same at most, activations left aside."""
+        return self.held_bytes + self.transient_bytes
 
     @property
     def exposed_ms_per_update(self) -> float | None:
@@ -88,8 +102,11 @@ class StatsWriter:
             "skipped": now.num_skipped,
             "memory/state_mb": now.state_bytes / 2**20,
             "memory/flat_mb": now.flat_bytes / 2**20,
+            "memory/whole_gradient_mb": now.whole_gradient_bytes / 2**20,
             "memory/gradient_mb": now.gradient_bytes / 2**20,
             "memory/receive_mb": now.receive_bytes / 2**20,
+            "memory/held_mb": now.held_bytes / 2**20,
+            "memory/peak_mb": now.peak_bytes / 2**20,
         }
         if num_updates:
             exposed, communication = (

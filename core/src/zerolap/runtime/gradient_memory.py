@@ -4,10 +4,13 @@
 DDP fills a bucket and hands it over. Here its memory is there from the first gradient until it is reduced; what stays is this rank's part
 of the mean, until an update has used it. Tensors and their views stay as they are, so whatever was prepared for a bucket stays prepared.
 
-* Where there are no streams the adapter discards what lies in the memory: it comes back, page by page, when DDP writes to it.
-* On a device with streams storages are emptied, and filled again under the views of them. That must be done before DDP copies a gradient:
-  by a hook of every parameter, which runs before DDP's own. Nobody waits on the host, and memory goes back on the stream that took it,
-  behind its last use: backward's stream waits for the reduction of an earlier bucket, or at the end for the lane.
+* Memory is taken before DDP copies the first gradient: by a hook of every parameter, which runs before DDP's own.
+* Where there are no streams the adapter hands on pages of memory, from buckets that were reduced to those that are filled next; some are
+  kept for the next backward. What is not handed on comes by itself when it is written to. But nothing may be written to what has not
+  been taken: its pages may be handed on at any time.
+* On a device with streams storages are emptied, and filled again under the views of them. Nobody waits on the host, and memory goes back
+  on the stream that took it, behind its last use: backward's stream waits for the reduction of an earlier bucket, or at the end for
+  the lane.
 * DDP was told to leave alone what lies in its buckets (``rebucket``). It still makes views of what a future gives: that is memory which
   is there anyway, of the parameters, and never read.
 * ``.grad`` is None as soon as DDP has copied it, so nobody takes a rank's own gradient for the mean.
@@ -28,21 +31,25 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from zerolap._torch import are_buckets_current
+from zerolap.backend.base import Adapter, Recycler
 from zerolap.backend.lanes import Waitable
 from zerolap.errors import CollectiveError
 
 _MOST_UNREDUCED = 2  # buckets of the size that DDP was asked for: one is being sent, and one is ready behind it
+# Kept for the next backward beside as much as that, but not more than this rank's part of all gradients: memory that must be asked for
+# costs several percent of a step where nothing is sent over a network.
+_MOST_KEPT_BYTES = 25 * 2**20
 
 
 class Refillable:
     """Memory of a tensor that can be given back and taken again under it and all its views; what was in it is lost."""
 
-    __slots__ = ("_discard", "_tensor", "is_there", "num_bytes")
+    __slots__ = ("_recycler", "_tensor", "is_there", "num_bytes")
 
-    def __init__(self, tensor: Tensor, discard: Callable[[Tensor], None] | None) -> None:
-        """``discard`` gives memory back that comes again by itself; None if the storage is to be emptied."""
+    def __init__(self, tensor: Tensor, recycler: Recycler | None) -> None:
+        """The recycler hands memory on; None if the storage is to be emptied."""
         self._tensor = tensor
-        self._discard = discard
+        self._recycler = recycler
         self.num_bytes = tensor.nbytes
         self.is_there = True
 
@@ -50,41 +57,64 @@ class Refillable:
         return self._tensor is tensor
 
     def take(self) -> None:
+        """Before it is written to, all of it."""
         if not self.is_there:
             self.is_there = True
-            if self._discard is None:
+            if self._recycler is None:
                 self._tensor.untyped_storage().resize_(self.num_bytes)
+            else:
+                self._recycler.refill(self._tensor)
 
     def free(self) -> None:
         if self.is_there:
             self.is_there = False
-            if self._discard is None:
+            if self._recycler is None:
                 self._tensor.untyped_storage().resize_(0)
             else:
-                self._discard(self._tensor)
+                self._recycler.discard(self._tensor)
 
 
 class BucketMemory(Refillable):
     """Of one of DDP's buckets."""
 
-    __slots__ = ("index", "reduction")
+    __slots__ = ("index", "is_new", "reduction")
 
-    def __init__(self, index: int, buffer: Tensor, discard: Callable[[Tensor], None] | None) -> None:
-        super().__init__(buffer, discard)
+    def __init__(self, index: int, buffer: Tensor, recycler: Recycler | None) -> None:
+        super().__init__(buffer, recycler)
         self.index = index
+        self.is_new = True  # it was never given back: DDP has just made it
         self.reduction: Waitable | None = None  # what a stream waits for before this is freed
+
+
+class _KeptMemory:
+    """Where an adapter hands nothing on: all memory stays."""
+
+    def discard(self, tensor: Tensor) -> None:
+        """It stays."""
+
+    def refill(self, tensor: Tensor) -> None:
+        """It is there."""
+
+    def release(self, most_bytes: int = 0) -> None:
+        """Nothing is kept."""
+
+    num_bytes = 0
 
 
 class GradientMemory:
     """All whole gradients of one rank: taken by backward's thread, given back by it or by the lane. See [Note: freed gradients]."""
 
     def __init__(
-        self, ddp: DistributedDataParallel, *, discard: Callable[[Tensor], None] | None, timeout: float, me: str
+        self, ddp: DistributedDataParallel, *, adapter: Adapter, waits_on_host: bool, timeout: float, me: str
     ) -> None:
-        """``discard`` is the adapter's on a device without streams, else None."""
         self._ddp = weakref.ref(ddp)
         self._most_bytes = _MOST_UNREDUCED * ddp.bucket_bytes_cap
-        self._discard = discard
+        self.waits_on_host = waits_on_host  # what one thread has waited for is done for all
+        part_bytes = sum(param.nbytes for param in ddp.parameters() if param.requires_grad) // ddp.process_group.size()
+        self._most_kept_bytes = self._most_bytes + min(part_bytes, _MOST_KEPT_BYTES)
+        self._recycler: Recycler | None = None
+        if waits_on_host:
+            self._recycler = adapter.recycler() or _KeptMemory()
         self._timeout = timeout
         self._me = me
         # DDP fills the places of parameters that are not used with zeros, of all buckets, when the first gradient comes.
@@ -97,22 +127,29 @@ class GradientMemory:
         self._has_failed = False
         self._scratch = torch.empty(0)
         self._num_bytes = 0
-        self.peak_bytes = 0
+        self.peak_bytes = 0  # of DDP's buckets at once
+        self._most_in_bucket = 0
+        self.shard_bytes: dict[int, int] = {}  # of this rank's part of each bucket
 
     def of(self, tensor: Tensor) -> Refillable:
         """Memory that is given back in the way of this device."""
-        return Refillable(tensor, self._discard)
+        return Refillable(tensor, self._recycler)
 
     def of_bucket(self, index: int, buffer: Tensor) -> BucketMemory:
         """The same, for one of DDP's buckets, which has its memory now."""
-        memory = BucketMemory(index, buffer, self._discard)
+        memory = BucketMemory(index, buffer, self._recycler)
         self._count(memory)
         return memory
 
     @property
-    def waits_on_host(self) -> bool:
-        """Whether what one thread has waited for is done for all."""
-        return self._discard is not None
+    def kept_bytes(self) -> int:
+        """Of memory that waits for the next backward's gradients."""
+        return 0 if self._recycler is None else self._recycler.num_bytes
+
+    @property
+    def most_transient_bytes(self) -> int:
+        """What gradients take in a step at most: buckets, the parameters' own of one more, and this rank's part of all of them."""
+        return self.peak_bytes + self._most_in_bucket + sum(self.shard_bytes.values())
 
     def watch(self, buckets: Sequence[tuple[BucketMemory, Sequence[Tensor]]]) -> None:
         """These are DDP's buckets: the memory of each is taken when the first gradient of one of its parameters comes."""
@@ -120,8 +157,6 @@ class GradientMemory:
         assert ddp is not None, "a layout is that of a DDP that is alive"
         self.unwatch()
         self._layout = [memory for memory, _ in buckets]
-        if self._discard is not None:
-            return  # it comes by itself
         self._are_current = are_buckets_current(ddp)
         for memory, params in buckets:
 
@@ -141,38 +176,51 @@ class GradientMemory:
             for memory in self._layout:
                 self._free(memory)
         self._hooks, self._layout = [], []
+        if self._recycler is not None:
+            self._recycler.release()
 
     def _take_for_backward(self, wanted: BucketMemory) -> None:
         ddp = self._ddp()
-        if ddp is None or not (ddp.require_backward_grad_sync or ddp.require_forward_param_sync):
-            return  # gradients are accumulated where they are
+        is_synced = ddp is not None and (ddp.require_backward_grad_sync or ddp.require_forward_param_sync)
+        if self._recycler is None and not is_synced:
+            return  # gradients are accumulated where they are: this would take memory for nothing
         if not self._are_current():
             return  # DDP has made others, whose memory is there
         for memory in self._layout if self._is_taken_at_once else (wanted,):
             self.take(memory)
 
     def take(self, memory: BucketMemory) -> None:
-        """Take it, if it is not there."""
+        """Take it, if it is not there, before DDP writes to it."""
         if not memory.is_there:
             memory.take()
+            self._count(memory)
+
+    def handed_over(self, memory: BucketMemory) -> None:
+        """DDP has filled it; if it was not taken before, it has come by itself."""
+        if not memory.is_there:
+            memory.is_there = True
             self._count(memory)
 
     def _count(self, memory: BucketMemory) -> None:
         with self._freed:
             self._num_bytes += memory.num_bytes
+            self._most_in_bucket = max(self._most_in_bucket, memory.num_bytes)
             self.peak_bytes = max(self.peak_bytes, self._num_bytes)
 
     def _free(self, memory: BucketMemory) -> None:
         if memory.is_there:
             memory.reduction = None
             memory.free()
+            if memory.is_new and self._recycler is not None:
+                self._recycler.release(self._most_kept_bytes)  # what comes behind it is new, too, and takes nothing
+            memory.is_new = False
             with self._freed:
                 self._num_bytes -= memory.num_bytes
                 self._freed.notify_all()
 
     def reduced(self, memory: BucketMemory, reduction: Waitable) -> None:
         """Nothing of the bucket is needed any more, once a stream has waited for its reduction; by the lane."""
-        if self._discard is not None:
+        if self.waits_on_host:
             self._free(memory)
         else:
             memory.reduction = reduction
@@ -193,7 +241,7 @@ class GradientMemory:
             self._wait_for(waiting.popleft())
 
     def _wait_for(self, memory: BucketMemory) -> None:
-        if self._discard is None:
+        if not self.waits_on_host:
             if memory.reduction is not None:
                 memory.reduction.wait()  # the stream that took the memory does; the host goes on
                 self._free(memory)
@@ -212,6 +260,8 @@ class GradientMemory:
         if not self._has_failed:
             for memory in self._layout:
                 self._free(memory)
+            if self._recycler is not None:
+                self._recycler.release(self._most_kept_bytes)  # what the next backward begins with
 
     def close(self) -> None:
         """Take no more."""
@@ -256,6 +306,7 @@ class FreedGradients:
 
     def reduced_into(self, mean: Tensor) -> None:
         """Where its reductions leave this rank's part of the mean."""
+        self._all.shard_bytes[self.whole.index] = mean.nbytes
         self._mean, self._part = mean, self._all.of(mean)
 
     @property
@@ -267,10 +318,11 @@ class FreedGradients:
         """The mean that no update has used yet, or the sum of several."""
         return self._sum if self._num_unused > 1 else self._mean
 
-    def is_freed(self) -> bool:
-        """Whether none of it is there."""
-        held = (self.whole, self._part, self._sum_memory, self._cast)
-        return not any(each is not None and each.is_there for each in held)
+    @property
+    def num_shard_bytes(self) -> int:
+        """Of this rank's part that are there."""
+        held = (self._part, self._sum_memory, self._cast)
+        return sum(each.num_bytes for each in held if each is not None and each.is_there)
 
     def hand_over(self, buffer: Tensor, params: Sequence[Tensor], offsets: Sequence[int]) -> None:
         """DDP has filled the bucket: let go of the parameters' own gradients. What lies where one has none is nothing."""
@@ -283,7 +335,7 @@ class FreedGradients:
             self._sum_memory.take()
             self._sum.copy_(self._mean)
         self._part.take()
-        self._all.take(self.whole)
+        self._all.handed_over(self.whole)
         for param, offset in zip(params, offsets, strict=True):
             if param.grad is None:
                 buffer[offset : offset + param.numel()].zero_()
