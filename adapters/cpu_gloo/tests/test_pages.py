@@ -70,10 +70,23 @@ def test_what_is_kept_is_handed_on_and_costs_nothing() -> None:
     before = _resident()
     kept.discard(first)
     kept.refill(second)
-    assert second[1000:-1000].eq(7).all(), "other pages came"
+    assert second[1000 : -MB // 8].eq(7).all(), "other pages came"
     second.fill_(8)
     assert abs(_resident() - before) < 10, "memory for both"
-    assert not first[1000:-1000].any(), "what was handed on is still there"
+    assert not first[1000 : -MB // 8].any(), "what was handed on is still there"
+
+
+def test_moving_pages_does_not_break_memory_into_ever_more_parts() -> None:
+    """The system keeps a note of every part, and has only so many."""
+    kept, tensors, counts = Pages(), _tensors(*(MB // 8 * (3 + place % 5) for place in range(12))), []
+    for turn in range(120):
+        for place in range(12):
+            kept.refill(tensors[place])
+            tensors[place].fill_(place)
+            kept.discard(tensors[place - 1])
+        if turn % 40 == 39:
+            counts.append(Path("/proc/self/maps").read_text().count("\n"))
+    assert counts[-1] <= counts[0] + 5, counts
 
 
 def test_memory_that_was_freed_is_not_taken_from_who_has_it_now() -> None:
