@@ -24,6 +24,7 @@ from support.stream_programs import (
     clipped,
     every_way,
     failing,
+    freed_bytes,
     handled,
     joined,
     precisions,
@@ -52,9 +53,14 @@ ADAPTERS: dict[str, tuple[str, str, Callable[[], zerolap.Adapter]]] = {
 DELAYS: tuple[dict[str, Any], ...] = ({}, {"delay_us": 1000, "delay_probability": 0.05, "seed": 3})
 
 
-def _all_ways_are_right(adapter: str, num_ranks: int, delays: Sequence[dict[str, Any]]) -> None:
+def _all_ways_are_right(
+    adapter: str, num_ranks: int, delays: Sequence[dict[str, Any]], *, shard_gradients: bool = False
+) -> None:
     name, backend, make = ADAPTERS[adapter]
-    ways = {f"{s}, {g}": Attached(make, schedule=s, gather=g) for s, g in product(SCHEDULES, GATHERS)}
+    ways = {
+        f"{s}, {g}": Attached(make, schedule=s, gather=g, shard_gradients=shard_gradients)
+        for s, g in product(SCHEDULES, GATHERS)
+    }
     for delay in delays:
         for found, late in run_ranks(
             num_ranks, on_device, every_way, ways, backend, name=name, collectives=backend, **delay
@@ -77,11 +83,25 @@ def test_all_schedules_and_gathers_are_right_and_ordered(adapter: str) -> None:
     _all_ways_are_right(adapter, 2, DELAYS[:1])
 
 
+def test_gradients_that_are_freed_are_freed_in_order() -> None:
+    _all_ways_are_right("sim", 2, DELAYS, shard_gradients=True)
+
+
 @pytest.mark.soak
+@pytest.mark.parametrize("shard_gradients", [False, True])
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("adapter", ADAPTERS)
-def test_all_of_it_holds_with_delays_too(adapter: str, num_ranks: int) -> None:
-    _all_ways_are_right(adapter, num_ranks, DELAYS)
+def test_all_of_it_holds_with_delays_too(adapter: str, num_ranks: int, shard_gradients: bool) -> None:
+    _all_ways_are_right(adapter, num_ranks, DELAYS, shard_gradients=shard_gradients)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_memory_of_a_device_follows_what_is_freed(schedule: str) -> None:
+    """Bytes in use on the device, after a step and at most in one: of gradients only a few buckets, and what an update has yet to use."""
+    for (held, peak, model, bucket), reports in run_ranks(2, on_device, freed_bytes, zerolap_sim.SimAdapter, schedule):
+        assert reports == []
+        assert held <= model / 100, "of gradients, after the step"
+        assert peak <= 4 * bucket + model / 2 + model / 20, (peak / bucket, model / bucket)
 
 
 HOOKS = (zerolap.hook_with_zero_step, zerolap.hook_with_zero_step_interleaved)

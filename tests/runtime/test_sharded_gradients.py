@@ -536,7 +536,7 @@ def test_memory_is_the_state_of_the_shard_and_a_few_buckets(world_size: int) -> 
     rest = 3 * bucket + 0.05 * model + 5  # 5 MB are of whatever is not ours
     assert held <= state + shared + model / world_size + rest, (held, state, shared)
     # In the first two backwards DDP's buckets are new: their shards are updated behind the last one.
-    assert peak <= held + model / world_size + rest, (held, peak)
+    assert peak <= held + model / world_size + 3 * bucket + rest, (held, peak)
     assert peak < (0.75 if world_size == 2 else 0.5) * plain_peak, (peak, plain_peak)
 
 

@@ -20,6 +20,7 @@ from zerolap.backend.streams import StreamLane, StreamSide, _Arrived, _current
 from zerolap.runtime import engine as engine_module
 from zerolap.runtime.bucket import Bucket
 from zerolap.runtime.engine import Engine
+from zerolap.runtime.gradient_memory import FreedGradients, GradientMemory
 
 # --- lanes ------------------------------------------------------------------------------------------------------------
 
@@ -237,6 +238,37 @@ class GivesGradientsBackTooEarly(Mutant):
         return future
 
 
+class FreesABucketBeforeItIsReduced(Mutant):
+    """Makes room without waiting for the reduction."""
+
+    target = GradientMemory
+
+    def make_room_behind(self: Any, memory: Any) -> None:
+        self._unreduced.append(memory)
+        while len(self._unreduced) > 1:
+            self._free(self._unreduced.popleft())
+
+
+class FreesBucketsAsTheyAreHandedOver(Mutant):
+    """On a device the lane only queues: that it has got so far means nothing."""
+
+    target = GradientMemory
+
+    def reduced(self: Any, memory: Any, reduction: Any) -> None:
+        self._free(memory)
+
+
+class FreesAShardBeforeItIsUsed(Mutant):
+    """As above, of the gradients that the update is about to use."""
+
+    target = FreedGradients
+
+    def after_step(self: Any, cast: Tensor | None) -> None:
+        with torch.Stream(device=sim_device()):
+            self.used()
+            torch.empty(1, device=sim_device())
+
+
 START_GATHER, WAIT, ON_BUCKET = Bucket.start_gather, Bucket.wait, Engine.on_bucket
 
 
@@ -294,6 +326,9 @@ MUTANTS: dict[type, tuple[str, str]] = {
     DoesNotWaitForGathers: ("interleaved", "eager"),
     ParametersAreUsedTooEarly: ("interleaved", "lazy"),
     GivesGradientsBackTooEarly: ("interleaved", "eager"),
+    FreesABucketBeforeItIsReduced: ("interleaved", "eager"),
+    FreesBucketsAsTheyAreHandedOver: ("after_backward", "eager"),
+    FreesAShardBeforeItIsUsed: ("interleaved", "eager"),
 }
 
 
@@ -315,7 +350,8 @@ def run_mutants(num_runs: int, mutants: Sequence[type], delays: Sequence[dict[st
             between = _clip if schedule == "on_step" else _nothing
             counts = []
             for _ in range(num_runs):
-                way = Attached(partial(adapter_of, mutant), schedule=schedule, gather=gather)
+                frees = vars(mutant).get("target") in (GradientMemory, FreedGradients)
+                way = Attached(partial(adapter_of, mutant), schedule=schedule, gather=gather, shard_gradients=frees)
                 with _replacing(mutant):
                     train(sim_device(), group, way, between=between)
                 torch.accelerator.synchronize()

@@ -172,6 +172,32 @@ def scaled(make: Callable[[], zerolap.Adapter]) -> tuple[int, list[float], bool]
     return handle.stats().num_updates, scales, is_finite
 
 
+def freed_bytes(make: Callable[[], zerolap.Adapter], schedule: str) -> tuple[int, int, int, int]:
+    """Bytes that gradients take on the device after a step, and at most in one; those of the model, and of its largest bucket."""
+    model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(24))).to(sim_device())
+    ddp = DDP(model, process_group=device_group(), bucket_cap_mb=0.125)
+    optimizer = zerolap.ZeroRedundancyOptimizer(
+        ddp.parameters(), torch.optim.SGD, process_group=ddp.process_group, overlap_with_ddp=True, lr=0.01
+    )
+    zerolap.attach(ddp, optimizer, schedule=schedule, adapter=make(), shard_gradients=True)  # type: ignore[arg-type]
+    x = torch.ones(2, 128, device=sim_device())
+    before, peak = 0, 0
+    for step in range(4):
+        torch.accelerator.synchronize()
+        start = torch.accelerator.memory_allocated()
+        torch.accelerator.reset_peak_memory_stats()
+        optimizer.zero_grad()
+        ddp(x).sum().backward()
+        optimizer.step()
+        torch.accelerator.synchronize()
+        before, peak = start, torch.accelerator.max_memory_allocated() - start
+        assert step < 3 or torch.accelerator.memory_allocated() == start, "it grows"
+    params = sum(param.nbytes for param in ddp.parameters())
+    buckets = [bucket.buffer.nbytes for bucket in optimizer._engine.layout]  # type: ignore[union-attr]
+    flat = sum(bucket.flat.buffer.nbytes for bucket in optimizer._engine.installed)  # type: ignore[union-attr]
+    return before - flat - x.nbytes, peak, params, max(buckets)
+
+
 def handled(make: Callable[[], zerolap.Adapter]) -> dict[str, Any]:
     """A trace, detaching, attaching again, and the whole state."""
     group = device_group()
