@@ -244,9 +244,7 @@ class FreesABucketBeforeItIsReduced(Mutant):
     target = GradientMemory
 
     def make_room_behind(self: Any, memory: Any) -> None:
-        self._unreduced.append(memory)
-        while len(self._unreduced) > 1:
-            self._free(self._unreduced.popleft())
+        self._free(memory)
 
 
 class FreesBucketsAsTheyAreHandedOver(Mutant):
