@@ -33,7 +33,7 @@ SECTIONS = {
     "Checkpoints": tuple(f"checkpoint.{name}" for name in checkpoint.__all__),
     "Adapters": (
         *("Adapter", "StreamAdapter", "Capabilities", "GroupSpec", "Parts", "Pending", "Waitable"),
-        *("Lane", "ThreadLane", "Side"),
+        *("Lane", "ThreadLane", "Side", "Recycler"),
     ),
     "Installed adapters": ("find_adapter", "load_adapter", "installed_adapters", "adapters", "AdapterInfo"),
     "Errors": ("ZerolapError", "CollectiveError", "IllegalEventError", "AdapterNotFoundError"),

@@ -22,6 +22,7 @@ import zerolap
 from zerolap import Adapter, Capabilities, Parts, Pending
 from zerolap.backend.lanes import HostSide, ThreadLane
 from zerolap_cpu_gloo import CpuGlooAdapter
+from zerolap_cpu_gloo.pages import Pages, give_back
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -552,3 +553,34 @@ class HasOneQueue(CpuGlooAdapter):
         reduce = super().all_reduce
         work = self._queue.submit(lambda: reduce(tensor, what=what, **options).wait())
         return Pending([work], tensors=(tensor,), what=what)
+
+
+# --- memory that is handed on -----------------------------------------------------------------------------------------
+
+
+@caught_by("MEM-1", but_not_by="OVL-1")
+class HandsOnPagesThatAreShared(CpuGlooAdapter):
+    """Whole pages that a tensor touches, not those that are its own: what lies beside it is lost."""
+
+    def recycler(self) -> Pages:
+        class Outward(Pages):
+            def discard(self, tensor: Tensor) -> None:
+                super().discard(tensor)
+                give_back((tensor.data_ptr() + tensor.nbytes) // 4096 * 4096, 4096)
+
+        return Outward()
+
+
+@caught_by("MEM-1", but_not_by="OVL-1")
+class HandsOnWhatIsInUseAgain(CpuGlooAdapter):
+    """Forgets that what was filled again has its own memory still."""
+
+    def recycler(self) -> Pages:
+        class Forgetful(Pages):
+            def refill(self, tensor: Tensor) -> None:
+                start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+                own = [spare for spare in self._spare if start <= spare.start < end]
+                super().refill(tensor)
+                self._spare += own
+
+        return Forgetful()

@@ -201,3 +201,41 @@ def measures_time(adapter: Adapter) -> None:
         ratios.append(adapter.seconds_between(start, end) / wall)
     ratio = statistics.median(ratios)  # whoever else uses the host disturbs some rounds, not most
     assert 0.4 <= ratio <= 2, f"what takes a second by the host's clock takes {ratio:.3g} s by the device's"
+
+
+@requirement("MEM-1", "Memory that is handed on is never memory that is in use, nor what lies beside it.", tier=1)
+def hands_memory_on(adapter: Adapter) -> list[str]:
+    recycler = adapter.recycler()
+    if recycler is None:
+        return ["the adapter hands no memory on"]
+    # Tensors behind each other in one block, of odd sizes around that of a page and far above it: every second one is in use all the time.
+    sizes = [500_003, 1_000, 300_001, 5, 2_000_001, 70_000, 1_050_000, 4_096, 700_001, 33]
+    tensors = torch.split(torch.zeros(sum(sizes), dtype=torch.int32), sizes)
+    expected = list(range(1, len(sizes) + 1))
+    for tensor, value in zip(tensors, expected, strict=True):
+        tensor.fill_(value)
+    freed = range(0, len(sizes), 2)
+
+    def fill(place: int, value: int) -> None:
+        recycler.refill(tensors[place])
+        tensors[place].fill_(value)
+        expected[place] = value
+
+    for turn in range(3 * len(freed)):
+        empty, busy_one = freed[turn % len(freed)], freed[(turn + 1 + turn // len(freed)) % len(freed)]
+        recycler.discard(tensors[empty])
+        recycler.release()  # so that it has nothing of its own any more
+        recycler.discard(tensors[busy_one])
+        fill(busy_one, 100 + turn)  # with its own memory again, which is not to be given to another then
+        fill(empty, 200 + turn)
+        expect_equal(tensors[busy_one], torch.full((sizes[busy_one],), 100 + turn, dtype=torch.int32), "what is in use")
+        for place in freed:
+            recycler.discard(tensors[place])
+            recycler.release(1_000_000)
+        for place in (*freed[turn % len(freed) :], *freed[: turn % len(freed)]):
+            fill(place, 300 + turn + place)
+        for place, (tensor, value) in enumerate(zip(tensors, expected, strict=True)):
+            expect_equal(tensor, torch.full((sizes[place],), value, dtype=torch.int32), f"tensor {place}, turn {turn}")
+    recycler.release()
+    expect(recycler.num_bytes, 0, "bytes that are kept after release()")
+    return []

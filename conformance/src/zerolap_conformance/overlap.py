@@ -51,6 +51,7 @@ def _compare(
     options: dict[str, Any] = ADAMW,
     iterate: Callable[[DistributedDataParallel, Any, Tensor, int], None] | None = None,
     tolerance: float | None = None,
+    make_model: Callable[[], nn.Module] = Model,
     **ddp_options: Any,
 ) -> None:
     """Train a model and its oracle side by side and compare after every step."""
@@ -58,7 +59,7 @@ def _compare(
     models = []
     for _ in range(2):
         torch.manual_seed(0)
-        models.append(DistributedDataParallel(Model().to(device), bucket_cap_mb=BUCKET_MB, **ddp_options))
+        models.append(DistributedDataParallel(make_model().to(device), bucket_cap_mb=BUCKET_MB, **ddp_options))
     oracle, ours = models
     oracle.register_comm_hook(None, allreduce_hook)
     plain = cls(oracle.parameters(), **options)
@@ -280,3 +281,19 @@ def detaches(adapter: Adapter) -> None:
         _iterate(model, optimizer, x, step)
 
     _compare(adapter, overlap, iterate=iterate)
+
+
+@requirement("OVL-15", "Gradients that are freed once they were used leave the numbers as they are.", tier=3)
+def frees_gradients(adapter: Adapter) -> None:
+    for schedule, gather in (("interleaved", "eager"), ("interleaved", "lazy"), ("on_step", "eager")):
+        freed = _attached(adapter, schedule=schedule, gather=gather, shard_gradients=True)
+        _compare(adapter, freed, cls=torch.optim.SGD, options=SGD, make_model=_Large)
+    _compare(adapter, _attached(adapter, schedule="after_backward", shard_gradients=True))
+
+
+class _Large(Model):
+    """Layers of more than some pages of memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise((31, 1537, 389, 1021, 31)))

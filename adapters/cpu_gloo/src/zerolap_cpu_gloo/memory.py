@@ -32,10 +32,10 @@ _PAGE = 4096
 MESSAGE_BYTES = 4 * 2**20  # what is summed is received in pieces of this size: a large bucket needs no more memory
 MAX_INBOX_BYTES = 8 * MESSAGE_BYTES
 _NUM_RECENT = 256
-_MAX_PIECE_BYTES = 2 * 2**20
+_MAX_PIECE_BYTES = 4 * 2**20
 _LEAST_PIECE_BYTES = 64 * 2**10
 _AS_MESSAGE = -1
-_LOOK_SECONDS = 50e-6  # between looks for room; reading a piece takes longer
+_LOOK_SECONDS = 500e-6  # between looks for room: more often would take time from whoever makes it
 _WHOLE_TAG = 2**30  # added to a note's tag: what did not fit
 
 

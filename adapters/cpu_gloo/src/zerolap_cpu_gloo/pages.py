@@ -51,11 +51,11 @@ class Pages:
         """The values are lost, and not needed. It may be written to behind ``refill``."""
         blocks, rest = _blocks_of(tensor)
         with self._lock:
-            _give_back(*rest)
+            give_back(*rest)
             if self._can_move:
                 self._spare += [_Spare(start, tensor) for start in blocks]
             else:
-                _give_back(blocks.start, len(blocks) * _BLOCK)
+                give_back(blocks.start, len(blocks) * _BLOCK)
 
     def refill(self, tensor: Tensor) -> None:
         """It is about to be written to, all of it, and nobody has since it was discarded."""
@@ -67,13 +67,13 @@ class Pages:
             for start in blocks:
                 if start not in own and self._spare and not self._move(self._spare.pop().start, start):
                     while self._spare:
-                        _give_back(self._spare.pop().start, _BLOCK)
+                        give_back(self._spare.pop().start, _BLOCK)
 
     def release(self, most_bytes: int = 0) -> None:
         """Keep no more than this; the rest goes back to the system."""
         with self._lock:
             while self.num_bytes > most_bytes:
-                _give_back(self._spare.pop().start, _BLOCK)
+                give_back(self._spare.pop().start, _BLOCK)
 
     def _move(self, source: int, to: int) -> bool:
         """Move pages; what was there is dropped, and where they were there are none, as in memory that is new."""
@@ -83,7 +83,7 @@ class Pages:
             return True
         # Older kernels refuse it before anything has changed, others might when there is nothing left at the new place.
         self._can_move = False
-        _give_back(source, _BLOCK)
+        give_back(source, _BLOCK)
         access, kind = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10  # MAP_FIXED
         if _libc.mmap(ctypes.c_void_p(to), size, access, kind, -1, ctypes.c_long(0)) == _FAILED:
             raise MemoryError(
@@ -92,7 +92,8 @@ class Pages:
         return False
 
 
-def _give_back(start: int, length: int) -> None:
+def give_back(start: int, length: int) -> None:
+    """To the system: whole pages, which read as zeros until they are written to."""
     if _libc is not None and length:
         # Harmless where the system refuses it.
         _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_DONTNEED)

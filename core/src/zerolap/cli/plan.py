@@ -78,6 +78,7 @@ def plan(wanted: PlanOptions, *, say: Callable[[str], None]) -> Planned:
         max_receive_bytes=adapter.max_receive_bytes if adapter else None,
         measured=measured,
     )
+    workload = replace(workload, shards_gradients=wanted.shards_gradients)
     link, compute = _link_and_compute(wanted, measured, sum(param.work for param in params))
     if adapter is not None:
         link = replace(link, stage_sizes=adapter.stage_sizes)
@@ -242,7 +243,7 @@ def _way(each: Forecast) -> dict[str, Any]:
         "exposed_seconds": each.exposed_seconds,
         "wire_seconds": each.wire_seconds,
         "sent_bytes": each.sent_bytes,
-        "memory_bytes": {**asdict(each.memory), "total": each.memory.total},
+        "memory_bytes": {**asdict(each.memory), "held": each.memory.held, "peak": each.memory.peak},
     }
 
 
@@ -260,7 +261,7 @@ def show(planned: Planned, console: Console) -> None:
         f"{_si(compute.host_seconds_per_bucket)}s a bucket; {_si(compute.cpu_seconds_per_byte)}s of {compute.cores:g} cores a byte"
     )
     memory = Table("memory of a rank", "zerolap", "DDP", box=None)
-    for name in (*asdict(ddp.memory), "total"):
+    for name in (*asdict(ddp.memory), "held", "peak"):
         ours, theirs = getattr(advice.best.memory, name), getattr(ddp.memory, name)
         if ours or theirs:
             memory.add_row(name, f"{_si(ours)}B", f"{_si(theirs)}B")

@@ -63,6 +63,9 @@ class PlanOptions:
     changes_gradients: Annotated[
         bool, typer.Option("--clip", help="Gradients are clipped, unscaled or skipped before the update.")
     ] = False
+    shards_gradients: Annotated[
+        bool, typer.Option("--shard-gradients", help="Gradients are freed as they are used: ZeRO stage 2.")
+    ] = False
     calibrates: Annotated[
         bool, typer.Option("--calibrate", help="Measure the model on two ranks of this CPU first.")
     ] = False

@@ -42,6 +42,7 @@ class Workload:
     gather_itemsize: int | None = None
     cut: int | None = 1
     max_receive_bytes: int | None = None  # None: room for all of a bucket
+    shards_gradients: bool = False  # whole gradients are freed bucket by bucket, and shards once they were used
 
     @property
     def numel(self) -> int:
@@ -63,7 +64,8 @@ class Traffic(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Bytes a rank holds from step to step, activations left aside; gradients are views of DDP's buckets."""
+    """Bytes of a rank, activations left aside: held from step to step, and beside that within a step. Gradients are views of DDP's buckets,
+    or are freed as they are used."""
 
     params: int
     gradients: int
@@ -71,10 +73,17 @@ class Memory:
     state: int
     masters: int
     received: int  # on the way in, at most
+    transient: int = 0  # gradients within a step, where they are freed: some buckets, and this rank's part of all means
     copies: int = 0  # in the dtype they are sent in, while they are under way
 
     @property
-    def total(self) -> int:
+    def held(self) -> int:
+        """From step to step."""
+        return self.peak - self.transient - self.copies
+
+    @property
+    def peak(self) -> int:
+        """At most."""
         return sum(getattr(self, field.name) for field in fields(self))
 
 
@@ -164,10 +173,15 @@ def sharded_memory(workload: Workload, world_size: int, *, rank: GroupRank | Non
             reduced += size * (sent_as + (stepped_as if stepped_as != sent_as else 0))
     largest = max((_bytes(slots, params, workload.reduce_itemsize) for slots in workload.layout), default=0)
     limit = workload.max_receive_bytes
+    freed = workload.shards_gradients
+    # Two buckets of about the usual size on their way, and the one being filled with the parameters' own gradients of it.
+    sizes = sorted(_bytes(slots, params, None) for slots in workload.layout)
+    transient = 2 * sizes[-1] + 2 * sizes[len(sizes) // 2] + reduced if freed and sizes else 0
     return Memory(
         params=flat,
-        gradients=sum(param.numel * param.itemsize for param in params),
-        reduced=reduced,
+        gradients=0 if freed else sum(param.numel * param.itemsize for param in params),
+        reduced=0 if freed else reduced,
+        transient=transient,
         state=round(state),
         masters=masters,
         received=0 if world_size == 1 else largest if limit is None else min(largest, limit),

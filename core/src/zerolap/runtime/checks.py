@@ -177,6 +177,7 @@ class BackwardEnd:
             for bucket in self._layout:
                 if bucket.freed is not None:
                     bucket.freed.used()
+            self._common.gradient_memory.settle()
 
     def forget_gradients(self) -> None:
         """They would keep memory that DDP has given up."""

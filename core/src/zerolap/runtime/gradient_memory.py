@@ -112,6 +112,7 @@ class GradientMemory:
         self.waits_on_host = waits_on_host  # what one thread has waited for is done for all
         part_bytes = sum(param.nbytes for param in ddp.parameters() if param.requires_grad) // ddp.process_group.size()
         self._most_kept_bytes = self._most_bytes + min(part_bytes, _MOST_KEPT_BYTES)
+        self._release_memory = adapter.release_memory
         self._recycler: Recycler | None = None
         if waits_on_host:
             self._recycler = adapter.recycler() or _KeptMemory()
@@ -186,8 +187,16 @@ class GradientMemory:
             return  # gradients are accumulated where they are: this would take memory for nothing
         if not self._are_current():
             return  # DDP has made others, whose memory is there
+        if wanted.num_bytes > self._most_bytes:
+            self._make_room_for_a_large_one()
         for memory in self._layout if self._is_taken_at_once else (wanted,):
             self.take(memory)
+
+    def _make_room_for_a_large_one(self) -> None:
+        """One parameter may be larger than all buckets that are under way: it takes their memory, and what the allocator only keeps."""
+        while len(self._unreduced) > 1:
+            self._wait_for(self._unreduced.popleft())
+        self._release_memory()
 
     def take(self, memory: BucketMemory) -> None:
         """Take it, if it is not there, before DDP writes to it."""
@@ -197,6 +206,8 @@ class GradientMemory:
 
     def handed_over(self, memory: BucketMemory) -> None:
         """DDP has filled it; if it was not taken before, it has come by itself."""
+        if memory.is_new:
+            self._release_memory()  # in a backward or two, in which nobody knows yet what comes
         if not memory.is_there:
             memory.is_there = True
             self._count(memory)
@@ -212,7 +223,7 @@ class GradientMemory:
             memory.reduction = None
             memory.free()
             if memory.is_new and self._recycler is not None:
-                self._recycler.release(self._most_kept_bytes)  # what comes behind it is new, too, and takes nothing
+                self._recycler.release()  # what comes behind it is new, too, and takes nothing
             memory.is_new = False
             with self._freed:
                 self._num_bytes -= memory.num_bytes
@@ -260,8 +271,12 @@ class GradientMemory:
         if not self._has_failed:
             for memory in self._layout:
                 self._free(memory)
-            if self._recycler is not None:
-                self._recycler.release(self._most_kept_bytes)  # what the next backward begins with
+            self.settle()
+
+    def settle(self) -> None:
+        """An update is over, too: keep what the next backward begins with."""
+        if self._recycler is not None:
+            self._recycler.release(self._most_kept_bytes)
 
     def close(self) -> None:
         """Take no more."""
