@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import gc
 import math
+import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -538,6 +540,58 @@ def test_memory_is_the_state_of_the_shard_and_a_few_buckets(world_size: int) -> 
     # In the first two backwards DDP's buckets are new: their shards are updated behind the last one.
     assert peak <= held + model / world_size + 3 * bucket + rest, (held, peak)
     assert peak < (0.75 if world_size == 2 else 0.5) * plain_peak, (peak, plain_peak)
+
+
+_CONTROLLERS = ((Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"), (Path("/sys/fs/cgroup"), "memory.max"))
+
+
+@contextmanager
+def _control_groups(count: int) -> Iterator[list[Path]]:
+    """Files that limit the memory of what joins their control groups, which are gone behind this."""
+    made: list[Path] = []
+    try:
+        for place, (parent, limit) in product(range(count), _CONTROLLERS):
+            folder = parent / f"zerolap-test-{os.getpid()}-{place}"
+            if len(made) == place:
+                with suppress(OSError):
+                    folder.mkdir()
+                    made.append(folder / limit)
+                    if not made[-1].exists():
+                        made.pop().parent.rmdir()
+        if len(made) < count:
+            pytest.skip("needs control groups for memory, and the right to make some")
+        yield made
+    finally:
+        for file in made:
+            with suppress(OSError):  # a process that was killed may still be on its way out
+                file.parent.rmdir()
+
+
+def _within_limit(limits: list[Path], *, ours: bool) -> str:
+    """Train in 4.2 times the model's memory: DDP and AdamW take 5, of which the model is 1, gradients 2."""
+    for kind in (False, True):
+        _train(2, ours=kind)  # so that what is loaded when it is first used counts for nobody
+    file = limits[dist.get_rank()]
+    file.write_text(str(int(4.2 * 128 * 513 * 512 * 4)))
+    (file.parent / "cgroup.procs").write_text(str(os.getpid()))  # what it has already does not count
+    ddp = DDP(_Deep(depth=128), bucket_cap_mb=2)
+    if ours:
+        optimizer: Any = sharded(ddp)[0]
+    else:
+        optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-4, fused=True)
+    for _ in range(4):
+        optimizer.zero_grad()
+        ddp(torch.ones(2, 512)).sum().backward()
+        optimizer.step()
+    return "trained"
+
+
+def test_a_model_trains_within_a_limit_that_ddp_does_not_keep() -> None:
+    with _control_groups(2) as limits:
+        assert run_ranks(2, _within_limit, limits, ours=True) == ["trained"] * 2
+    with _control_groups(2) as limits:
+        outcomes = try_ranks(2, _within_limit, limits, ours=False, limit=60, group_timeout=10)
+        assert any("exit code -9" in (outcome.error or "") for outcome in outcomes), outcomes
 
 
 def _take_time(gradient: Tensor) -> None:
