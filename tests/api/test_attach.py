@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import zerolap
 import zerolap_cpu_gloo
 from support.ranks import on_ranks
-from support.training import Mlp, assert_same_params, backward, batches, iterate, num_in_flight, pair
+from support.training import Branches, Mlp, assert_same_params, backward, batches, iterate, num_in_flight, pair
 from zerolap.runtime import migration
 from zerolap_conformance.ranks import run_ranks, try_ranks
 
@@ -91,18 +91,6 @@ def test_every_schedule_equals_ddp_and_the_plain_optimizer(world_size: int) -> N
 def _groups(model: nn.Module) -> Any:
     params = list(model.parameters())
     return [{"params": params[:3], "weight_decay": 0.2}, {"params": params[3:], "lr": 0.004}]
-
-
-class Branches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk, self.unused, self.sometimes, self.head = (nn.Linear(13, 13) for _ in range(4))
-        self.iteration = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.iteration += 1
-        x = self.trunk(x)
-        return self.head(self.sometimes(x) if dist.get_rank() == 0 and self.iteration % 2 else x)
 
 
 class Odd(nn.Module):

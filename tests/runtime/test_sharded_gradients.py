@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import zerolap
 from support.ranks import on_ranks
-from support.training import Mlp, assert_same_params, backward, batches, iterate, pair
+from support.training import Branches, Mlp, assert_same_params, backward, batches, iterate, pair
 from zerolap_conformance.ranks import run_ranks, try_ranks
 from zerolap_cpu_gloo import CpuGlooAdapter
 from zerolap_cpu_gloo.memory import ring_bytes
@@ -87,24 +87,10 @@ def test_every_way_gives_the_numbers_of_ddp_and_holds_no_gradients(world_size: i
     assert run_ranks(world_size, _sweep) == [18] * world_size
 
 
-class _Branches(nn.Module):
-    """Layers that some or all ranks leave out now and then, and one that none uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk, self.unused, self.sometimes, self.head = (nn.Linear(13, 13) for _ in range(4))
-        self.iteration = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.iteration += 1
-        x = self.trunk(x)
-        return self.head(self.sometimes(x) if dist.get_rank() == 0 and self.iteration % 2 else x)
-
-
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @on_ranks(2)
 def test_parameters_without_a_gradient_count_as_zeros_whatever_lay_there(schedule: str) -> None:
-    oracle, ours = pair(_Branches, find_unused_parameters=True, bucket_cap_mb=0.0004)
+    oracle, ours = pair(Branches, find_unused_parameters=True, bucket_cap_mb=0.0004)
     plain = torch.optim.AdamW(oracle.parameters(), **ADAMW)
     zero, _ = sharded(ours, schedule=schedule)
     for i, x in enumerate(batches(8)):

@@ -35,6 +35,20 @@ class Mlp(nn.Module):
         return x
 
 
+class Branches(nn.Module):
+    """Layers that some or all ranks leave out now and then, and one that none uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.unused, self.sometimes, self.head = (nn.Linear(13, 13) for _ in range(4))
+        self.iteration = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.iteration += 1
+        x = self.trunk(x)
+        return self.head(self.sometimes(x) if dist.get_rank() == 0 and self.iteration % 2 else x)
+
+
 def pair(
     make_model: Callable[[], nn.Module] = Mlp, *, bucket_cap_mb: float = SMALL_BUCKETS, **ddp_options: Any
 ) -> list[DDP]:
