@@ -26,7 +26,7 @@ import zerolap
 import zerolap_cpu_gloo
 from support.ranks import on_ranks
 from support.training import Branches, Mlp, assert_same_params, backward, batches, iterate, num_in_flight, pair
-from zerolap.runtime import migration
+from zerolap.runtime import engine, migration
 from zerolap_conformance.ranks import run_ranks, try_ranks
 
 SCHEDULES = ("interleaved", "after_backward", "on_step")
@@ -708,7 +708,7 @@ def test_the_cost_of_a_bucket_does_not_grow_with_its_parameters() -> None:
         ddp = DDP(Tiny(num), bucket_cap_mb=25)
         zero, _ = attached(ddp, ddp.parameters(), Idle, lr=0.1)
         times: list[float] = []
-        on_bucket, do = Engine.on_bucket, Engine._do
+        on_bucket, do = Engine.on_bucket, engine._do
 
         def timed(function: Any, into: list[float]) -> Any:
             def run(*args: Any) -> Any:
@@ -722,9 +722,9 @@ def test_the_cost_of_a_bucket_does_not_grow_with_its_parameters() -> None:
         for i, x in enumerate(batches(12)):
             if i == 4:  # the layout is settled
                 Engine.on_bucket = timed(on_bucket, times)  # type: ignore[method-assign]
-                Engine._do = timed(do, times)  # type: ignore[method-assign]
+                engine._do = timed(do, times)
             zero.zero_grad()
             backward(ddp, x)
-        Engine.on_bucket, Engine._do = on_bucket, do  # type: ignore[method-assign]
+        Engine.on_bucket, engine._do = on_bucket, do  # type: ignore[method-assign]
         spent[num] = sorted(times[::2])[4] + sorted(times[1::2])[4]
     assert spent[5000] < 3 * spent[500] + 5e-4, spent

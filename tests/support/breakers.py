@@ -571,7 +571,7 @@ class HandsOnPagesThatAreShared(CpuGlooAdapter):
         return Outward()
 
 
-@caught_by("MEM-1", but_not_by="OVL-1")
+@caught_by("MEM-1", "OVL-15", but_not_by="OVL-1")
 class HandsOnWhatIsInUseAgain(CpuGlooAdapter):
     """Forgets that what was filled again has its own memory still."""
 
