@@ -43,6 +43,9 @@ def test_stats_count_what_was_done_and_what_is_held(schedule: str, gather: str) 
     num_bytes, size = sum(param.nbytes for param in ddp.parameters()), dist.get_world_size()
     assert num_bytes <= stats.flat_bytes < 1.5 * num_bytes, "padding is small"
     assert 0.8 * num_bytes / size < stats.gradient_bytes < 1.2 * num_bytes / size
+    parts = stats.state_bytes + stats.whole_gradient_bytes + stats.gradient_bytes + stats.receive_bytes
+    assert (stats.held_bytes, stats.peak_bytes) == (parts, parts), "nothing is freed here"
+    assert stats.whole_gradient_bytes >= num_bytes
     assert 1.6 * num_bytes / size < stats.state_bytes < 2.5 * num_bytes / size, "two states of Adam"
     assert 0 < stats.receive_bytes <= 2 * num_bytes, "for gradients and for parameters"
     assert stats.exposed_ms is not None
@@ -75,7 +78,7 @@ def test_each_point_is_of_the_time_since_the_one_before() -> None:
         iterate(ddp, zero, x)
     stats = writer.write(step=5)
     found = {tag: value for tag, value, step in written if step == 5}
-    assert len(found) == len(written) == 9, written
+    assert len(found) == len(written) == 12, written
     assert found["mine/updates"] == 5
     assert found["mine/skipped"] == 0
     assert found["mine/sent_mb_per_update"] == pytest.approx((stats.sent_bytes - before.sent_bytes) / 2 / 2**20)
