@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import Enum
@@ -19,9 +19,10 @@ from zerolap._torch import can_free_buckets
 from zerolap.api.connect import connect_ranks, hook_of, shard_gradients_of, start_engine, take_buckets
 from zerolap.api.handle import Handle, refresh_masters
 from zerolap.api.optimizer import ZeroRedundancyOptimizer
-from zerolap.api.preflight import called_together, check_sent_dtype, unwrapped
+from zerolap.api.preflight import called_together, check_sent_dtype, several, unwrapped
 from zerolap.api.tuner import Tuner, compiled_parts
 from zerolap.backend.base import Adapter
+from zerolap.runtime.books import Books
 from zerolap.runtime.engine import Engine
 from zerolap.runtime.exchange_strategies import ReduceScatter
 from zerolap.runtime.optimizer_facts import Factory, exact_cuts, fused_is_same, is_elementwise
@@ -41,7 +42,7 @@ E = TypeVar("E", bound=Enum)
 @called_together
 def attach(
     ddp: DistributedDataParallel,
-    optimizer: ZeroRedundancyOptimizer,
+    optimizer: ZeroRedundancyOptimizer | Sequence[ZeroRedundancyOptimizer],
     *,
     schedule: Literal["interleaved", "after_backward", "on_step", "auto"] = "interleaved",
     gather: Literal["eager", "lazy"] | None = None,
@@ -61,8 +62,9 @@ def attach(
 
     Args:
         ddp: The DistributedDataParallel itself: neither its module nor a compiled wrapper around it.
-        optimizer: Made with ``overlap_with_ddp=True`` from all trainable parameters of ``ddp``. Where torch's fused implementation of its
-            class gives the same results it is turned on, unless ``fused`` or ``foreach`` was given.
+        optimizer: Made with ``overlap_with_ddp=True`` from all trainable parameters of ``ddp``; or a list of several that share them out,
+            such as Muon for matrices and AdamW for the rest. Where torch's fused implementation of a class gives the same results it is
+            turned on, unless ``fused`` or ``foreach`` was given.
         schedule: When a bucket's shard is updated. ``"interleaved"``: as soon as the bucket is reduced, inside backward.
             ``"after_backward"``: once the last gradient is computed, while reductions are in flight. With both ``step()`` may be left out.
             ``"on_step"``: in ``step()``; gradients can be clipped or unscaled, or the step skipped, before. ``"auto"`` tries the first
@@ -81,8 +83,9 @@ def attach(
             raise before anything is changed; not with ``"interleaved"``. ``"skip"``: all ranks leave it out; only with ``"on_step"``.
     """
     precision = Precision(master_weights=master_weights, reduce_dtype=reduce_dtype, gather_dtype=gather_dtype)
+    optimizers = [unwrapped(each) for each in several(optimizer)]
     wanted = _Attachment(
-        ddp, unwrapped(optimizer), schedule, gather, precision, shard_gradients, track_grad_norm, audit_every, nonfinite
+        ddp, optimizers, schedule, gather, precision, shard_gradients, track_grad_norm, audit_every, nonfinite
     )
     return wanted.make(adapter)
 
@@ -92,7 +95,7 @@ class _Attachment:
     """What was asked for, as it is given, then as it is checked, then in use."""
 
     ddp: DistributedDataParallel
-    optimizer: ZeroRedundancyOptimizer
+    optimizers: list[ZeroRedundancyOptimizer]
     schedule: str
     gather: str | None
     precision: Precision
@@ -106,10 +109,10 @@ class _Attachment:
 
     def make(self, adapter: Adapter | str | None) -> Handle:
         (engine, audit, nonfinite, tuner), undo = connect_ranks(
-            self.ddp, self.optimizer, settings=self._settings, connect=self._connect, num_groups=2, adapter=adapter
+            self.ddp, self.optimizers, settings=self._settings, connect=self._connect, num_groups=2, adapter=adapter
         )
         handle = Handle(
-            self.optimizer,
+            self.optimizers,
             engine,
             audit=audit,
             nonfinite=nonfinite,
@@ -125,7 +128,7 @@ class _Attachment:
         every = 0 if self.audit_every is None else self.audit_every
         self.safety = Safety(audit_every=every, nonfinite=_member(NonFinite, self.nonfinite, "nonfinite"))
         self.schedules, self.gathers = _ways(self.ddp, self.schedule, self.gather, self.safety)
-        _check_attachable(self.ddp, self.optimizer, self.precision)
+        _check_attachable(self.ddp, self.optimizers, self.precision)
         _check_safety(self.safety, self.schedules[0])
         _check_sharded_gradients(self.ddp, self.shard_gradients)
         if type(self.track_grad_norm) is not bool:
@@ -150,21 +153,25 @@ class _Attachment:
         self, adapter: Adapter, groups: list[dist.ProcessGroup], undo: ExitStack
     ) -> tuple[Engine, Audit, NonFiniteCheck | None, Tuner | None]:
         """Start the engine and whatever looks at it or changes its ways; ``undo`` ends all of it."""
-        ddp, optimizer, precision = self.ddp, self.optimizer, self.precision
+        ddp, optimizers, precision = self.ddp, self.optimizers, self.precision
+        books = Books([each._book for each in optimizers])
         reduce_group, group = groups
         if self.shard_gradients:
             shard_gradients_of(ddp, undo)
         strategy = ReduceScatter(
-            optimizer._book,
+            books,
             adapter=adapter,
             reduce_group=reduce_group,
             group=group,
-            cuts=_agree_on_facts(optimizer, cut=adapter.capabilities.exact_cut, precision=precision),
+            cuts=[
+                _agree_on_facts(each, cut=adapter.capabilities.exact_cut, precision=precision) for each in optimizers
+            ],
             precision=precision,
         )
         engine = start_engine(
             ddp,
-            optimizer,
+            optimizers,
+            books,
             undo,
             strategy=strategy,
             adapter=adapter,
@@ -192,7 +199,7 @@ class _Attachment:
                 use_gather=use_gather,
             )
             undo.callback(tuner.close)
-        undo.callback(take_buckets(ddp, engine, optimizer).turn_off)
+        undo.callback(take_buckets(ddp, engine, optimizers).turn_off)
         return engine, audit, nonfinite, tuner
 
 
@@ -200,7 +207,7 @@ def _observe(engine: Engine, safety: Safety) -> tuple[Audit, NonFiniteCheck | No
     """What is looked at beside training: nothing, unless it was asked for."""
     audit = Audit(
         safety.audit_every,
-        book=engine.book,
+        books=engine.books,
         common=engine.common,
         machine=engine.machine,
         installed=engine.installed,
@@ -263,9 +270,7 @@ class _RefreshMasters:
         return (_RefreshMasters, ())
 
 
-def _agree_on_facts(
-    optimizer: ZeroRedundancyOptimizer, *, cut: int, precision: Precision
-) -> dict[torch.dtype, int | None]:
+def _agree_on_facts(optimizer: ZeroRedundancyOptimizer, *, cut: int, precision: Precision) -> dict[torch.dtype, int]:
     """Where parameters of each dtype may be cut. Turns fused implementations on where that changes nothing but rounding.
 
     What one rank finds may be another's for another number of threads, or another processor: what all have found counts.
@@ -289,12 +294,12 @@ def _agree_on_facts(
     for place, group in enumerate(groups):
         if fused[place] and not all(theirs[place] for theirs, _ in said):
             group["fused"] = None
-    agreed = {dtype: each for dtype, each in cuts.items() if all(theirs[str(dtype)] for _, theirs in said)}
+    agreed = {dtype: each for dtype, each in cuts.items() if each and all(theirs[str(dtype)] for _, theirs in said)}
     whole = sorted({str(param.dtype) for param in optimizer._all_params if param.dtype not in agreed})
     if whole:
         logger.info(
-            "shards of %s are whole parameters of %s, less evenly shared: it is not known to treat every element by itself, or its "
-            "pieces would be rounded otherwise than the whole",
+            "shards of %s are whole parameters of %s: it is not known to treat every element by itself, or its pieces would be rounded "
+            "otherwise than the whole",
             optimizer._optimizer_class,
             ", ".join(whole),
         )
@@ -320,7 +325,9 @@ def _member(kind: type[E], value: str, name: str, *others: str) -> E:
         raise ValueError(f"{name} must be one of {[*(each.value for each in kind), *others]}, got {value!r}") from error
 
 
-def _check_attachable(ddp: DistributedDataParallel, optimizer: ZeroRedundancyOptimizer, precision: Precision) -> None:
+def _check_attachable(
+    ddp: DistributedDataParallel, optimizers: Sequence[ZeroRedundancyOptimizer], precision: Precision
+) -> None:
     if type(precision.master_weights) is not bool:
         raise TypeError(f"master_weights must be True or False, got {precision.master_weights!r}")
     check_sent_dtype("reduce_dtype", precision.reduce_dtype)
@@ -329,12 +336,12 @@ def _check_attachable(ddp: DistributedDataParallel, optimizer: ZeroRedundancyOpt
     if hook is not None and hook.engine is not None:
         raise ValueError("this DDP is attached to another optimizer already; call detach() of that one's handle first")
     sent = precision.gather_dtype
-    widest = max((param.dtype for param in optimizer._all_params), key=lambda dtype: dtype.itemsize)
+    mine = {param for optimizer in optimizers for param in optimizer._book.params}
+    widest = max((param.dtype for param in mine), key=lambda dtype: dtype.itemsize)
     if sent is not None and sent.itemsize > widest.itemsize:
         raise ValueError(f"gather_dtype={sent} is wider than {widest}: it would send more for nothing")
     if sent is not None and sent.itemsize < widest.itemsize and not precision.master_weights:
         raise ValueError(f"gather_dtype={sent} rounds parameters of {widest} at every step; add master_weights=True")
-    mine = set(optimizer._all_params)
     left_out = [name for name, param in ddp.module.named_parameters() if param.requires_grad and param not in mine]
     if left_out:
         raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
@@ -27,15 +27,17 @@ from zerolap.api.preflight import check_kinds, meeting_group
 from zerolap.backend.base import Adapter
 from zerolap.backend.order_check import debug_modes, with_checked_order
 from zerolap.backend.registry import resolve_adapter
-from zerolap.runtime.bucket import Update
+from zerolap.runtime.books import Books
 from zerolap.runtime.common import Common, Hook
 from zerolap.runtime.engine import DDPHook, Engine, agreement_of
 from zerolap.runtime.exchange_strategies import ExchangeStrategy
 from zerolap.runtime.failures import Failures
 from zerolap.runtime.gradient_memory import GradientMemory
+from zerolap.runtime.optimizer_description import compare_between_ranks
 from zerolap.runtime.optimizer_facts import refuse_immovable
 from zerolap.runtime.peers import all_gather_json, forget_keys, refuse_together
 from zerolap.runtime.probe import Probe
+from zerolap.runtime.update import Update
 from zerolap.schedule.machine import Agreement, Gather, Machine, Schedule
 
 T = TypeVar("T")
@@ -47,14 +49,14 @@ _HOOK = "_zerolap_hook"
 
 def connect_ranks(
     ddp: DistributedDataParallel,
-    zero: ZeroRedundancyOptimizer,
+    zeros: Sequence[ZeroRedundancyOptimizer],
     *,
     settings: Callable[[], list[Any]],
     connect: Callable[[Adapter, list[dist.ProcessGroup], ExitStack], T],
     num_groups: int,
     adapter: Adapter | str | None = None,
 ) -> tuple[T, ExitStack]:
-    """Check on all ranks that ``zero`` can be overlapped with ``ddp`` and that all want the same; then do it, on groups of its own.
+    """Check on all ranks that ``zeros`` can be overlapped with ``ddp`` and that all want the same; then do it, on groups of its own.
 
     The adapter is the one given, or that of the parameters' device. ``settings`` refuses what the caller cannot do beyond that, and
     returns what must be the same on all ranks. ``connect`` starts what was asked for, and leaves in the stack what ends it again. All of
@@ -65,19 +67,24 @@ def connect_ranks(
 
     def check() -> Adapter:
         nonlocal modes, wanted
-        check_kinds(ddp, zero, expected=ZeroRedundancyOptimizer)
-        _check_unused(zero)
+        if not zeros:
+            raise ValueError("there must be at least one optimizer, got an empty list")
+        for zero in zeros:
+            check_kinds(ddp, zero, expected=ZeroRedundancyOptimizer)
+            _check_unused(zero)
         modes = debug_modes()
-        found = resolve_adapter(adapter, device_type=zero._default_device.type)
-        found.check_group(zero.process_group)
-        _check(ddp, zero)
-        refuse_immovable(zero._book.factory, zero.param_groups)
+        found = resolve_adapter(adapter, device_type=zeros[0]._default_device.type)
+        found.check_group(zeros[0].process_group)
+        _check(ddp, zeros)
+        for zero in zeros:
+            refuse_immovable(zero._book.factory, zero.param_groups)
         wanted = settings()
         return found
 
-    group, what = meeting_group(zero, ddp), "overlapping an optimizer with DDP"
+    group, what = meeting_group(*zeros, ddp), "overlapping an optimizer with DDP"
     chosen: Adapter = refuse_together(check, group=group, what=what)
-    zero._compare_with_other_ranks()  # once more: options may have been changed since
+    # Once more: options may have been changed since.
+    compare_between_ranks(*((zero._optimizer_class, zero.param_groups) for zero in zeros), group=group)
     mine = [chosen.name, *wanted, ddp.find_unused_parameters, ddp.static_graph, f"debug={','.join(modes)}"]
     mine.append(f"buckets of {logging_data_of(ddp).get('bucket_sizes')} bytes")
     said = all_gather_json([uuid.uuid4().hex, mine], group=group, what="comparing hooks between ranks")
@@ -108,7 +115,8 @@ def connect_ranks(
 
 def start_engine(
     ddp: DistributedDataParallel,
-    zero: ZeroRedundancyOptimizer,
+    zeros: Sequence[ZeroRedundancyOptimizer],
+    books: Books,
     undo: ExitStack,
     *,
     strategy: ExchangeStrategy,
@@ -120,8 +128,8 @@ def start_engine(
     hook: Hook | None = None,
     shards_gradients: bool = False,
 ) -> Engine:
-    """Let a new engine update the optimizer until ``undo`` is closed; or until both are dropped, and their groups with them."""
-    agreement, device, me = agreement_of(ddp), zero._default_device, f"rank {dist.get_rank()}"
+    """Let a new engine update the optimizers until ``undo`` is closed; or until all are dropped, and their groups with them."""
+    agreement, device, me = agreement_of(ddp), books.device, f"rank {dist.get_rank()}"
     probe = Probe(waits_on_host=not adapter.capabilities.futures_complete_at_enqueue)
     timeout = adapter.timeout(group).total_seconds() + _GRACE_SECONDS
     memory = None
@@ -138,7 +146,7 @@ def start_engine(
         probe=probe,
         names=names or {},
         is_lazy=gather is Gather.LAZY,
-        is_alone=zero.world_size == 1,
+        is_alone=books.world_size == 1,
         waits_on_host=probe.has_times,
         asks_for_use=agreement is not Agreement.NEVER,
         group=group,
@@ -147,22 +155,23 @@ def start_engine(
         gradient_memory=memory,
     )
     engine = Engine(
-        zero._book,
+        books,
         ddp=ddp,
         common=common,
         strategy=strategy,
         machine=Machine(schedule, gather=gather, agreement=agreement),
-        update=Update(zero._book.read_groups),
-        on_update=noting_updates(zero),
+        update=Update(books),
+        on_update=noting_updates(zeros),
     )
     if memory is not None:
         undo.callback(weakref.finalize(engine, memory.close))
-    zero._engine = engine
-    undo.callback(setattr, zero, "_engine", None)
+    for number, zero in enumerate(zeros):
+        zero._engine, zero._number = engine, number
+        undo.callback(setattr, zero, "_engine", None)
     undo.callback(engine.dispose)
-    if zero.rank == 0:
+    if books.rank == 0:
         prefix = engine.run_name.rpartition("-")[0]
-        forget = weakref.finalize(engine, forget_keys, store_of(zero.process_group), prefix)
+        forget = weakref.finalize(engine, forget_keys, store_of(zeros[0].process_group), prefix)
         forget.atexit = False
     return engine
 
@@ -173,14 +182,16 @@ def hook_of(ddp: DistributedDataParallel) -> DDPHook | None:
     return hook
 
 
-def take_buckets(ddp: DistributedDataParallel, engine: Engine, optimizer: ZeroRedundancyOptimizer) -> DDPHook:
+def take_buckets(
+    ddp: DistributedDataParallel, engine: Engine, optimizers: Sequence[ZeroRedundancyOptimizer]
+) -> DDPHook:
     """Hand DDP's buckets to an engine, until the hook that is returned is turned off."""
     hook = hook_of(ddp)
     if hook is None:
         hook = DDPHook(ddp.process_group, "zerolap.attach")
         ddp.register_comm_hook(None, hook)
         setattr(ddp, _HOOK, hook)
-    hook.engine, hook.optimizer = engine, optimizer
+    hook.engine, hook.optimizers = engine, optimizers
     return hook
 
 
@@ -198,11 +209,15 @@ def _check_unused(zero: ZeroRedundancyOptimizer) -> None:
         raise ValueError("a hook was already made for this optimizer; one optimizer overlaps with one DDP")
 
 
-def _check(ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer) -> None:
+def _check(ddp: DistributedDataParallel, zeros: Sequence[ZeroRedundancyOptimizer]) -> None:
     """Refuse, with what to do instead, every combination whose numbers could not be right."""
-    ranks, zero_ranks = (dist.get_process_group_ranks(g) for g in (ddp.process_group, zero.process_group))
-    if ranks != zero_ranks:
-        raise ValueError(f"DDP works on ranks {ranks}, the optimizer on {zero_ranks}; give both the same process_group")
+    for zero in zeros:
+        ranks, zero_ranks = (dist.get_process_group_ranks(g) for g in (ddp.process_group, zero.process_group))
+        if ranks != zero_ranks:
+            raise ValueError(
+                f"DDP works on ranks {ranks}, the optimizer on {zero_ranks}; give both the same process_group"
+            )
+    _check_params(ddp, zeros)
     if ddp.mixed_precision is not None:
         raise ValueError("DDP's mixed_precision swaps parameters during backward; use torch.autocast instead")
     if ddp.skip_all_reduce_unused_params:
@@ -215,12 +230,30 @@ def _check(ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer) -> None:
         raise ValueError("DDP's Python reducer (compiled autograd) does not run hooks in backward; use the default one")
     if any(isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse for m in ddp.module.modules()):
         raise ValueError("sparse gradients cannot be updated inside backward; use sparse=False")
+
+
+def _check_params(ddp: DistributedDataParallel, zeros: Sequence[ZeroRedundancyOptimizer]) -> None:
     reduced = {p for name, p in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore}
-    strangers = [i for i, p in enumerate(zero._all_params) if p.requires_grad and p not in reduced]
-    if strangers:
-        raise ValueError(
-            f"trainable parameters {strangers[:10]} of the optimizer ({len(strangers)} in all) are not reduced by this DDP; "
-            "make the optimizer from ddp.parameters() of the same DDP"
-        )
-    if any(is_updated_in_backward(p) for p in zero._all_params):
-        raise ValueError("a parameter has another optimizer applied in backward; use one or the other")
+    names = {param: name for name, param in ddp.module.named_parameters()}
+    owner: dict[Tensor, int] = {}
+    for number, zero in enumerate(zeros):
+        params = zero._book.params
+        strangers = [i for i, p in enumerate(params) if p.requires_grad and p not in reduced]
+        if strangers:
+            raise ValueError(
+                f"trainable parameters {strangers[:10]} of the optimizer ({len(strangers)} in all) are not reduced by this DDP; "
+                "make the optimizer from ddp.parameters() of the same DDP"
+            )
+        if any(is_updated_in_backward(p) for p in params):
+            raise ValueError("a parameter has another optimizer applied in backward; use one or the other")
+        if zero._default_device != zeros[0]._default_device:
+            raise ValueError(
+                f"the parameters of optimizers 0 and {number} are on {zeros[0]._default_device} and {zero._default_device}; "
+                "optimizers that are attached together need one device"
+            )
+        for index, param in enumerate(params):
+            if owner.setdefault(param, number) != number:
+                name = names.get(param, f"parameter {index} of optimizer {number}")
+                raise ValueError(
+                    f"{name} is in optimizers {owner[param]} and {number}; give every parameter to one of them"
+                )

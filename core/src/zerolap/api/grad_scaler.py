@@ -22,8 +22,8 @@ class GradScaler(torch.amp.GradScaler):
         if gradients is not None and not gradients.is_unscaled:
             self.unscale_(optimizer)
         result = super().step(optimizer, *args, **kwargs)
-        if gradients is not None:
-            gradients.drop()  # where they were not finite, and no step has used them
+        if gradients is not None and isinstance(optimizer, ZeroRedundancyOptimizer):
+            optimizer._leave_out_step()  # where gradients were not finite, and no step has used them
         return result
 
     def _unscale_grads_(

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -20,8 +19,8 @@ from zerolap.observe.stats import Stats
 from zerolap.observe.trace import take
 from zerolap.runtime.bucket import Bucket
 from zerolap.runtime.engine import Engine
-from zerolap.runtime.optimizer_state import local_view
 from zerolap.runtime.safety import Audit, NonFiniteCheck
+from zerolap.schedule.balance import Balance, Load
 
 
 @public
@@ -30,7 +29,7 @@ class Handle:
 
     def __init__(
         self,
-        optimizer: ZeroRedundancyOptimizer,
+        optimizers: Sequence[ZeroRedundancyOptimizer],
         engine: Engine,
         *,
         audit: Audit,
@@ -39,13 +38,14 @@ class Handle:
         module: nn.Module,
         undo: Callable[[], None],
     ) -> None:
-        self._optimizer = optimizer
+        self._optimizers = optimizers
         self._engine = engine
         self._audit = audit
         self._nonfinite = nonfinite
         self._tuner = tuner
         self._module = module
         self._undo = undo
+        self._balance: tuple[object, Balance] = None, Balance(1.0, 1.0)  # of a layout
 
     def __repr__(self) -> str:
         engine = self._engine
@@ -53,13 +53,13 @@ class Handle:
         return (
             f"<zerolap.Handle: {'attached' if self.is_attached else 'detached'}{', failed' if engine.common.failures.first else ''}; schedule="
             f"{self.schedule!r}, gather={self.gather!r} ({how}), adapter={engine.common.adapter.name!r}, "
-            f"{self._optimizer.world_size} ranks, {len(engine.layout)} buckets>"
+            f"{engine.books.world_size} ranks, {len(engine.layout)} buckets>"
         )
 
     @property
     def is_attached(self) -> bool:
         """Whether updates are still overlapped by this ``attach``."""
-        return self._optimizer._engine is self._engine
+        return self._optimizers[0]._engine is self._engine
 
     @property
     def schedule(self) -> str:
@@ -94,7 +94,8 @@ class Handle:
             if not has_failed:
                 self.finish()
         finally:
-            self._optimizer._engine = None
+            for optimizer in self._optimizers:
+                optimizer._engine = None
             with suppress(Exception) if has_failed else nullcontext():  # what is broken cannot be closed in order
                 self._undo()
 
@@ -106,7 +107,7 @@ class Handle:
         """
         if not self.is_attached:
             raise RuntimeError("there is nothing to trace: this was detached")
-        ranks = dist.get_process_group_ranks(self._optimizer.process_group)
+        ranks = dist.get_process_group_ranks(self._optimizers[0].process_group)
         return take(self._engine, ranks=ranks, module=self._module, path=path)
 
     def audit(self) -> None:
@@ -114,6 +115,12 @@ class Handle:
         if not self.is_attached:
             raise RuntimeError("there is nothing to audit by: this was detached; attach again, or audit before")
         self._audit.run()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """Clip the mean gradients of all optimizers together, and return their norm before. Called by all ranks, with
+        ``schedule="on_step"``, between backward and ``step()``."""
+        gradients = self._engine.gradients.usable_for("clipping")
+        return gradients.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
 
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """The norm of the mean gradients of all parameters, for a log. Called by all ranks.
@@ -135,14 +142,19 @@ class Handle:
         """Updates, bytes, memory, and how long training has waited; for a log or a chart. Waits for nothing."""
         engine, probe, layout = self._engine, self._engine.probe, self._engine.layout
         memory = engine.common.gradient_memory
-        states: Mapping[Any, dict[str, Any]] = local_view(self._optimizer._book).state
+        if self._balance[0] is not layout:
+            self._balance = layout, _balance_of(engine)
+        balance = self._balance[1]
+        states = [state for local in engine.books.locals for state in local.states().values()]
         return Stats(
             num_updates=probe.num_updates,
             num_steps=probe.num_steps,
             num_skipped=0 if self._nonfinite is None else self._nonfinite.num_skipped,
             num_buckets=len(layout),
             sent_bytes=probe.sent_bytes,
-            state_bytes=sum(t.nbytes for state in states.values() for t in state.values() if isinstance(t, Tensor)),
+            state_bytes=sum(t.nbytes for state in states for t in state.values() if isinstance(t, Tensor)),
+            state_balance=balance.state,
+            work_balance=balance.work,
             flat_bytes=sum(bucket.flat.buffer.nbytes for bucket in engine.installed if bucket.flat is not None),
             whole_gradient_bytes=sum(map(_whole_gradient_bytes, layout)) + (0 if memory is None else memory.kept_bytes),
             gradient_bytes=sum(map(_shard_gradient_bytes, layout)),
@@ -151,6 +163,23 @@ class Handle:
             exposed_ms=1e3 * probe.exposed_seconds if probe.has_times else None,
             communication_ms=1e3 * probe.communication_seconds if probe.has_times else None,
         )
+
+
+def _balance_of(engine: Engine) -> Balance:
+    """Of what ranks own in the buckets at hand: a part of a parameter counts as that part of it."""
+    books = engine.books
+    held = [Load(0, 0)] * books.world_size
+    for bucket in engine.layout:
+        param_at = dict(zip(bucket.places, bucket.params, strict=True))
+        for owner, pieces in bucket.owners.segments() if bucket.owners is not None else ():
+            for place, start, stop in pieces:
+                param = param_at[place]
+                num_bytes, work = books.books[books.number_of(place)].load_of(param)
+                part = (stop - start) / max(1, param.numel())
+                held[owner] = Load(
+                    held[owner].num_bytes + round(num_bytes * part), held[owner].work + round(work * part)
+                )
+    return Balance.of(held)
 
 
 def _whole_gradient_bytes(bucket: Bucket) -> int:
@@ -203,5 +232,5 @@ def trace(
 
 def refresh_masters(engine: Engine) -> None:
     """Take the parameters' values for the master weights: they were loaded, or set by hand."""
-    for local in engine.book.locals:
+    for local in engine.books.locals:
         local.refresh_masters()

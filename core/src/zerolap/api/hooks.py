@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -16,9 +17,10 @@ from zerolap._public import public
 from zerolap._torch import GradBucket
 from zerolap.api.connect import connect_ranks, start_engine
 from zerolap.api.optimizer import ZeroRedundancyOptimizer
-from zerolap.api.preflight import called_together, unwrapped
+from zerolap.api.preflight import called_together, several, unwrapped
 from zerolap.backend.base import Adapter
 from zerolap.backend.lanes import Waiter
+from zerolap.runtime.books import Books
 from zerolap.runtime.common import Hook
 from zerolap.runtime.engine import DDPHook
 from zerolap.runtime.exchange_strategies import WrappedHook
@@ -38,7 +40,7 @@ _NEVER_WAIT_IN_CALLBACKS = (
 def hook_with_zero_step(
     hook: Hook,
     ddp: DistributedDataParallel,
-    zero: ZeroRedundancyOptimizer,
+    zero: ZeroRedundancyOptimizer | Sequence[ZeroRedundancyOptimizer],
     shard_buckets: bool = False,
     *,
     adapter: Adapter | str | None = None,
@@ -53,7 +55,8 @@ def hook_with_zero_step(
         hook: What reduces a bucket's gradients, a function of ``(state, bucket)``: torch's all-reduce, fp16 or bf16 compression,
             PowerSGD, or your own. It gets the ``state`` that is registered with the result.
         ddp: The DistributedDataParallel that the result will be registered with.
-        zero: The optimizer, made with ``overlap_with_ddp=True`` from this DDP's parameters. One optimizer takes one hook.
+        zero: The optimizer, made with ``overlap_with_ddp=True`` from this DDP's parameters, or several over different ones. An optimizer
+            takes one hook.
         shard_buckets: If False, each bucket is owned by one rank; if True, its parameters are distributed over several.
         adapter: An adapter, or the name of an installed one. Default: by the device type of the parameters.
     """
@@ -65,7 +68,7 @@ def hook_with_zero_step(
 def hook_with_zero_step_interleaved(
     hook: Hook,
     ddp: DistributedDataParallel,
-    zero: ZeroRedundancyOptimizer,
+    zero: ZeroRedundancyOptimizer | Sequence[ZeroRedundancyOptimizer],
     shard_buckets: bool = False,
     *,
     adapter: Adapter | str | None = None,
@@ -78,7 +81,7 @@ def hook_with_zero_step_interleaved(
     Args:
         hook: What reduces a bucket's gradients, a function of ``(state, bucket)``.
         ddp: The DistributedDataParallel that the result will be registered with.
-        zero: The optimizer, made with ``overlap_with_ddp=True`` from this DDP's parameters.
+        zero: The optimizer, made with ``overlap_with_ddp=True`` from this DDP's parameters, or several over different ones.
         shard_buckets: If False, each bucket is owned by one rank; if True, its parameters are distributed over several.
         adapter: An adapter, or the name of an installed one. Default: by the device type of the parameters.
     """
@@ -88,14 +91,14 @@ def hook_with_zero_step_interleaved(
 def _overlapped(
     hook: Hook,
     ddp: DistributedDataParallel,
-    zero: ZeroRedundancyOptimizer,
+    zero: ZeroRedundancyOptimizer | Sequence[ZeroRedundancyOptimizer],
     *,
     schedule: Schedule,
     shard_buckets: bool,
     adapter: Adapter | str | None,
 ) -> Hook:
     policy = Policy.BY_PARAMETER if shard_buckets else Policy.WHOLE_BUCKET
-    zero = unwrapped(zero)
+    zeros = [unwrapped(each) for each in several(zero)]
     takes_group = False
 
     def settings() -> list[Any]:
@@ -110,19 +113,21 @@ def _overlapped(
         # A hook that waits for a second collective in the callback of the first blocks the backend's worker; with all
         # workers blocked that way nothing moves again. One such reduction at a time always leaves a worker free.
         one_by_one = not chosen.capabilities.futures_complete_at_enqueue and hook not in _NEVER_WAIT_IN_CALLBACKS
-        reduce_lane = chosen.lane("reduce", device=zero._default_device) if one_by_one else None
+        reduce_lane = chosen.lane("reduce", device=zeros[0]._default_device) if one_by_one else None
         if reduce_lane is not None:
             undo.callback(reduce_lane.close)
-        timeout = chosen.timeout(zero.process_group).total_seconds()
+        timeout = chosen.timeout(zeros[0].process_group).total_seconds()
 
         def alone(state: Any, bucket: GradBucket) -> Future[Tensor]:
             assert reduce_lane is not None
             return reduce_lane.submit(lambda: Waiter(hook(state, bucket)).wait(timeout))
 
-        strategy = WrappedHook(zero._book, adapter=chosen, group=groups[0], policy=policy)
+        books = Books([each._book for each in zeros])
+        strategy = WrappedHook(books, adapter=chosen, group=groups[0], policy=policy)
         engine = start_engine(
             ddp,
-            zero,
+            zeros,
+            books,
             undo,
             strategy=strategy,
             adapter=chosen,
@@ -132,8 +137,8 @@ def _overlapped(
         )
         engine.default_state = ddp.process_group if takes_group else None
         ours = DDPHook(ddp.process_group, "hook_with_zero_step")
-        ours.engine, ours.optimizer = engine, zero
+        ours.engine, ours.optimizers = engine, zeros
         return ours
 
-    made, _ = connect_ranks(ddp, zero, settings=settings, connect=connect, num_groups=1, adapter=adapter)
+    made, _ = connect_ranks(ddp, zeros, settings=settings, connect=connect, num_groups=1, adapter=adapter)
     return made

@@ -92,6 +92,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._book: ShardBook
         self._broadcast: ParamBroadcast
         self._engine: Engine | None = None
+        self._number = 0  # of several that are overlapped together
         self._consolidated: dict[int, State] | None = None
         self._is_untouched = True  # no rank has a state: none was made by a step, none loaded
 
@@ -155,7 +156,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all parameters; unlike torch's own it waits for no parameter that is on its way."""
         if self._engine is not None and self._engine.common.gradient_memory is not None:
-            self._engine.gradients.drop()
+            self._engine.gradients.of(self._number).drop()
         kept: list[Tensor] = []
         for group in self.param_groups:
             # Not params_of(): this runs at every step, beside the updates, and a call of another module for each group would show.
@@ -281,7 +282,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             raise forked()
 
     def _reduced_gradients(self, purpose: str) -> ReducedGradients:
-        return _hooked_engine(self).gradients.usable_for(purpose)
+        return _hooked_engine(self).gradients.of(self._number).usable_for(purpose)
+
+    def _leave_out_step(self) -> None:
+        """A loss scaler may have left this step out: then those that were attached with this optimizer need not wait for it."""
+        engine = _hooked_engine(self)
+        engine.step_left_out(self._number)
 
     def _expose_options(self) -> None:
         for exposed, options in zip(self.param_groups, self._book.locals[0].options(), strict=True):
@@ -289,7 +295,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def _compare_with_other_ranks(self) -> None:
         """ValueError on all ranks if class, options or parameters are not the same everywhere."""
-        compare_between_ranks(self._optimizer_class, self.param_groups, group=self.process_group)
+        compare_between_ranks((self._optimizer_class, self.param_groups), group=self.process_group)
 
 
 def _construct(
@@ -368,7 +374,7 @@ def _step_under_overlap(
     if closure is not None:
         with torch.enable_grad():
             loss = closure()
-    engine.step_called()
+    engine.step_called(zero._number)
     if not engine.probe.num_backwards and any(param.grad is not None for param in zero._book.params):
         raise RuntimeError(
             "there are gradients, but DDP has not called the hook made for this optimizer; "
@@ -386,14 +392,15 @@ def _hooked_engine(zero: ZeroRedundancyOptimizer) -> Engine:
     return zero._engine
 
 
-def noting_updates(zero: ZeroRedundancyOptimizer) -> Callable[[], None]:
-    """What an engine calls after an update. It does not keep the optimizer, which keeps the engine."""
-    weak = weakref.ref(zero)
+def noting_updates(zeros: Sequence[ZeroRedundancyOptimizer]) -> Callable[[], None]:
+    """What an engine calls after an update. It does not keep the optimizers, which keep the engine."""
+    weak = [weakref.ref(zero) for zero in zeros]
 
     def note() -> None:
-        optimizer = weak()
-        if optimizer is not None:
-            optimizer._is_untouched = False
-            vars(optimizer)[STEP_CALLED] = True  # or LR schedulers would warn; backward was this optimizer's step
+        for each in weak:
+            optimizer = each()
+            if optimizer is not None:
+                optimizer._is_untouched = False
+                vars(optimizer)[STEP_CALLED] = True  # or LR schedulers would warn; backward was this optimizer's step
 
     return note

@@ -29,13 +29,18 @@ SENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 def meeting_group(*given: object) -> dist.ProcessGroup:
     """The group whose ranks were called with ``given``: the optimizer's, else DDP's, else one that was given, else all ranks."""
     for kind in (Optimizer, nn.Module, dist.ProcessGroup):
-        for each in (unwrapped(each) for each in given):
+        for each in (unwrapped(each) for some in given for each in several(some)):
             group = each if kind is dist.ProcessGroup else getattr(each, "__dict__", {}).get("process_group")
             if isinstance(each, kind) and isinstance(group, dist.ProcessGroup):
                 return group
     if not dist.is_initialized() or dist.group.WORLD is None:
         raise ValueError("torch.distributed is not initialized; call init_process_group() first")
     return dist.group.WORLD
+
+
+def several(given: object) -> list[Any]:
+    """One thing, or a list of them, as a list."""
+    return list(given) if isinstance(given, list | tuple) else [given]
 
 
 def called_together(fn: Callable[P, T]) -> Callable[P, T]:

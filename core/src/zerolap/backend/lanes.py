@@ -65,7 +65,11 @@ class Pending:
 
 def start_all(starts: Sequence[Callable[[], Pending]]) -> Pending:
     """Start several collectives, which are waited for as one."""
-    return Pending([start() for start in starts], tensors=(), what="")  # those inside say what failed
+    pending = [start() for start in starts]
+    if len(pending) == 1:
+        return pending[0]
+    sent_bytes = sum(each.sent_bytes for each in pending)
+    return Pending(pending, tensors=(), what="", sent_bytes=sent_bytes)  # those inside say what failed
 
 
 @public

@@ -36,6 +36,8 @@ from zerolap.backend.parts import Parts
 
 T = TypeVar("T")
 
+_MOST_PADDED = 1.05  # times what must be sent
+
 
 def _current(device: torch.device) -> torch.Stream:
     return torch.accelerator.current_stream(device.index)  # by number: torch looks up and compares a device every time
@@ -137,7 +139,9 @@ class StreamAdapter(Adapter):
     """The whole of an adapter for a device with streams; a vendor's names it, and states what differs.
 
     Reductions are sums, scaled by whoever wants a mean: averaging is emulated, or wrong, on some backends. Collectives have
-    equal parts, padded where they are not: that is what every backend implements natively.
+    equal parts, which every backend implements natively: parts that are nearly equal are padded. Where padding would cost more than a
+    little, each part is reduced to its rank, and broadcast from there: as a ring or a tree that sends no more than must be, and
+    needs no memory for what every rank sends, as all-to-all would.
     """
 
     lane_priority = 0  # lower runs earlier, where the device has priorities
@@ -199,6 +203,8 @@ class StreamAdapter(Adapter):
 
     def reduce_scatter(self, parts: Parts, *, into: Tensor, group: dist.ProcessGroup, tag: int, what: str) -> Pending:
         finish = None
+        if _padded_share(parts) > _MOST_PADDED:
+            return super().reduce_scatter(parts, into=into, group=group, tag=tag, what=what)
         if parts.whole is not None and parts.is_equal:
             out, sent = into, parts.whole
         else:
@@ -216,6 +222,8 @@ class StreamAdapter(Adapter):
 
     def all_gather(self, parts: Parts, *, group: dist.ProcessGroup, tag: int, what: str) -> Pending:
         own, finish = parts.tensors[group.rank()], None
+        if _padded_share(parts) > _MOST_PADDED:
+            return super().all_gather(parts, group=group, tag=tag, what=what)
         if parts.whole is not None and parts.is_equal:
             received = parts.whole
         else:
@@ -231,6 +239,11 @@ class StreamAdapter(Adapter):
         works = [all_gather_of(group)(received, own)] if parts.longest else ()
         sent_bytes = parts.longest_nbytes * (len(parts.tensors) - 1)
         return Pending(works, tensors=(parts, own, received), what=what, sent_bytes=sent_bytes, finish=finish)
+
+
+def _padded_share(parts: Parts) -> float:
+    """What is sent if all parts are as long as the longest, by what must be."""
+    return parts.longest_nbytes * len(parts.tensors) / max(1, parts.nbytes)
 
 
 def _rows(padded: Tensor, parts: Parts) -> list[Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from zerolap.api.optimizer import ZeroRedundancyOptimizer
+from zerolap.api.preflight import several
 from zerolap.checkpoint.reader import CheckpointError, unpacked
 from zerolap.errors import CollectiveError, ZerolapError
 from zerolap.runtime.peers import refuse_together
@@ -22,6 +23,17 @@ STATES = ("optimizer", "state")  # where the optimizer's states are in a checkpo
 def module_of(model: nn.Module) -> nn.Module:
     """The model without DDP around it: its names are those of a checkpoint."""
     return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+Optimizers = ZeroRedundancyOptimizer | Sequence[ZeroRedundancyOptimizer]
+
+
+def optimizers_of(given: Optimizers) -> list[ZeroRedundancyOptimizer]:
+    """One optimizer, or several over different parameters, whose states are saved as those of one."""
+    optimizers = several(given)
+    if not optimizers or not all(isinstance(each, ZeroRedundancyOptimizer) for each in optimizers):
+        raise TypeError(f"a checkpoint is of a zerolap.ZeroRedundancyOptimizer, or of a list of them, not of {given!r}")
+    return optimizers
 
 
 def class_name(optimizer: ZeroRedundancyOptimizer) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -20,7 +20,7 @@ from torch import nn
 from zerolap._public import public_in
 from zerolap._torch import device_types_of
 from zerolap.api.optimizer import ZeroRedundancyOptimizer
-from zerolap.checkpoint.contents import class_name, module_of, on_all_or_none, pack
+from zerolap.checkpoint.contents import Optimizers, class_name, module_of, on_all_or_none, optimizers_of, pack
 from zerolap.checkpoint.folder import find, keep_number, step_number
 from zerolap.checkpoint.reader import CheckpointError
 from zerolap.checkpoint.writer import Saving, Target, limit_of, partial_name, timeout_of, write_state
@@ -35,7 +35,7 @@ from zerolap.schedule.ownership import greedy_owners
 def save(
     folder: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: ZeroRedundancyOptimizer,
+    optimizer: Optimizers,
     *,
     step: int,
     extra: Any = None,
@@ -49,18 +49,19 @@ def save(
     Args:
         folder: The folder of checkpoints, one that all ranks share.
         model: The DDP, or the module in it.
-        optimizer: The optimizer; each rank writes the state that it holds.
+        optimizer: The optimizer, or a list of several; each rank writes the state that it holds.
         step: The number of this checkpoint, the same on all ranks.
         extra: Anything else to resume with, of the first rank: tensors, numbers, strings and containers of them.
         keep: How many checkpoints to keep, of those that were written last, this one included. Default: all.
         overwrite: Replace a checkpoint of the same step; without it that is a FileExistsError.
     """
-    group = optimizer.process_group
+    optimizers = optimizers_of(optimizer)
+    group = optimizers[0].process_group
 
     def state_of() -> tuple[Target, dict[str, Any]]:
         _finish_last(group)
         target = _target(folder, step, keep, overwrite, group)
-        return target, _state_of(model, optimizer, extra)
+        return target, _state_of(model, optimizers, extra)
 
     target, state = on_all_or_none(state_of, group, "saving a checkpoint")
     target, _ = _agreed(target, group)
@@ -75,7 +76,7 @@ _last: dict[dist.ProcessGroup, Saving] = {}
 def async_save(
     folder: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: ZeroRedundancyOptimizer,
+    optimizer: Optimizers,
     *,
     step: int,
     extra: Any = None,
@@ -96,7 +97,8 @@ def async_save(
         keep: How many checkpoints to keep.
         overwrite: Replace a checkpoint of the same step.
     """
-    group = optimizer.process_group
+    optimizers = optimizers_of(optimizer)
+    group = optimizers[0].process_group
 
     def staged_state_of() -> tuple[Target, dict[str, Any]]:
         _finish_last(group)
@@ -106,7 +108,7 @@ def async_save(
                 "beside the device's in init_process_group()"
             )
         target = _target(folder, step, keep, overwrite, group)
-        return target, _staged(_state_of(model, optimizer, extra))
+        return target, _staged(_state_of(model, optimizers, extra))
 
     target, state = on_all_or_none(staged_state_of, group, "saving a checkpoint")
     target, are_groups_usable = _agreed(target, group, has_group=group in _groups)
@@ -178,9 +180,9 @@ def _agreed(target: Target, group: dist.ProcessGroup, *, has_group: bool = False
     return replace(target, partial=partial), all(has for _, _, has in said)
 
 
-def _state_of(model: nn.Module, optimizer: ZeroRedundancyOptimizer, extra: Any) -> dict[str, Any]:
+def _state_of(model: nn.Module, optimizers: Sequence[ZeroRedundancyOptimizer], extra: Any) -> dict[str, Any]:
     """What this rank saves. Refuses what could not be loaded again."""
-    rank, size = optimizer.rank, optimizer.world_size
+    rank, size = optimizers[0].rank, optimizers[0].world_size
     if size > 1:
         _refuse_without_numpy()
     module = module_of(model)
@@ -192,13 +194,24 @@ def _state_of(model: nn.Module, optimizer: ZeroRedundancyOptimizer, extra: Any) 
     state: dict[str, Any] = {
         # Parameters are the same everywhere, so each is written by one rank; buffers are the first rank's, as in DDP.
         "model": {name: value for name, value in whole.items() if owner_of.get(name, 0) == rank},
-        "optimizer": optimizer.sharded_state_dict(model),
+        "optimizer": _as_one([optimizer.sharded_state_dict(model) for optimizer in optimizers]),
     }
     pack(state["optimizer"]["param_groups"])  # for its refusal
     if rank == 0:
         state["extra"] = pack(extra)
-        state["about"] = pack({"optimizer_class": class_name(optimizer)})
+        classes = [class_name(optimizer) for optimizer in optimizers for _ in optimizer.param_groups]
+        state["about"] = pack({"optimizer_class": "+".join(dict.fromkeys(classes)), "group_classes": classes})
     return state
+
+
+def _as_one(sharded: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Several optimizers' as those of one that has all groups; their parameters have different names."""
+    state: dict[str, Any] = {}
+    for each in sharded:
+        state.update(each["state"])
+    return {"state": state} | {
+        key: tuple(item for each in sharded for item in each[key]) for key in ("param_groups", "params")
+    }
 
 
 def _refuse_without_numpy() -> None:

@@ -26,6 +26,10 @@ class Stats:
     """By this rank to others, for gradients and parameters, over the network or by shared memory; no headers."""
     state_bytes: int
     """Of optimizer state in this rank's shards, master weights included."""
+    state_balance: float
+    """What the rank with the most parameters has, by the mean of all ranks: 1.0 is even."""
+    work_balance: float
+    """The same of the work of an update, as it is known of the optimizer's class."""
     flat_bytes: int
     """Of flat buffers, in which the parameters live; instead of their own memory, not beside it."""
     whole_gradient_bytes: int
@@ -100,6 +104,8 @@ class StatsWriter:
         points: dict[str, float | None] = {
             "updates": now.num_updates,
             "skipped": now.num_skipped,
+            "balance/state": now.state_balance,
+            "balance/work": now.work_balance,
             "memory/state_mb": now.state_bytes / 2**20,
             "memory/flat_mb": now.flat_bytes / 2**20,
             "memory/whole_gradient_mb": now.whole_gradient_bytes / 2**20,

@@ -59,8 +59,8 @@ def take(
 
 def _facts(engine: Engine, ranks: Sequence[int], names: dict[Tensor, str]) -> RankTrace:
     """All of a trace but its times."""
-    adapter, world_size = engine.common.adapter, engine.book.world_size
-    device_name = _name_of(engine.book.params[0].device)
+    adapter, world_size = engine.common.adapter, engine.books.world_size
+    device_name = _name_of(engine.books.device)
     return RankTrace(
         rank=dist.get_rank(),
         ranks=tuple(ranks),

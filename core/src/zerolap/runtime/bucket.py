@@ -7,7 +7,7 @@ no work per parameter, and no choice left.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import NamedTuple
@@ -23,59 +23,9 @@ from zerolap.errors import CollectiveError, ZerolapError, forked
 from zerolap.runtime.common import Common
 from zerolap.runtime.flat_buffer import FlatBuffer, Marks, Sealed
 from zerolap.runtime.gradient_memory import FreedGradients
-from zerolap.runtime.param_groups import NOT_OPTIONS, Options, ParamGroup
-from zerolap.runtime.shard_optimizer import LocalOptimizer, Shard
-from zerolap.schedule.ownership import BucketOwners, Slot
-
-
-class Update:
-    """What the buckets of one update share. Every bucket sees the same options, even if an optimizer changes them in its step."""
-
-    def __init__(self, read_groups: Callable[[], list[ParamGroup]]) -> None:
-        self._read_groups = read_groups
-        self.options: list[Options] | None = None  # None until the first bucket is stepped
-        self.check: Callable[[], None] | None = None  # called before that, on all ranks
-        self.divisor: Tensor | None = None  # of the gradients, where the optimizer applies it
-        self.last: LocalOptimizer | None = None  # that was stepped, in this update or an earlier one
-        self.norms: list[Tensor] = []  # of the mean gradients that were used, shard by shard, if they are tracked
-        self._has_stepped = False
-
-    def begin(self) -> None:
-        """Take the options as they are now; before the first step."""
-        if self.check is not None:
-            self.check()
-        self.norms = []
-        self.options = [
-            {key: value for key, value in dict.items(group) if key not in NOT_OPTIONS} for group in self._read_groups()
-        ]
-
-    def step(self, local: LocalOptimizer) -> None:
-        """Step one shard's optimizer with the options of this update."""
-        assert self.options is not None, "an update is begun before its first step"
-        for mine, given in zip(local.optimizer.param_groups, self.options, strict=True):
-            mine.update(given)
-        pre_hooks, post_hooks = local.own_hooks
-        if self.divisor is None and not (pre_hooks or post_hooks or local.has_masters):
-            local.bare_step()
-        else:
-            local.step(self.divisor)
-        self.last, self._has_stepped = local, True
-
-    def finish(self, idle: LocalOptimizer) -> None:
-        """Show in the exposed groups what the optimizer itself has changed or added, as a plain one does."""
-        if not self._has_stepped:
-            self.step(idle)  # nothing here is ours: step over nothing, so that counters go on
-        assert self.options is not None
-        assert self.last is not None
-        stepped = self.last.optimizer.param_groups
-        for exposed, before, after in zip(self._read_groups(), self.options, stepped, strict=True):
-            exposed.update(
-                (key, value)
-                for key, value in after.items()
-                if key not in NOT_OPTIONS and before.get(key, self) is not value
-            )
-        self.options = self.divisor = None
-        self._has_stepped = False
+from zerolap.runtime.shard_optimizer import Shard
+from zerolap.runtime.update import Update
+from zerolap.schedule.ownership import BucketOwners, Sections, Slot
 
 
 class OwnPiece(NamedTuple):
@@ -131,6 +81,7 @@ class Bucket:
     flat: FlatBuffer | None = None
     shard: Shard | None = None  # None if nothing here is this rank's
     own: Sequence[OwnPiece] = ()
+    spans: Mapping[int, slice] = field(default_factory=dict)  # of each optimizer's section in this rank's part
     marks: Marks | None = None
     gather: Callable[[], Pending] | None = None  # starts the gather
     agreed: list[bool] | None = None  # which parameters any rank used; None while that is all
@@ -152,6 +103,15 @@ class Bucket:
         self.scatter = self.gradients = self.reduced = None
         if self.common.gradient_memory is not None:
             self.freed = FreedGradients.filled_in(self.freed, buffer, self.index, self.common.gradient_memory)
+
+    def lay_out(self) -> None:
+        """Move its parameters into a flat buffer, rank by rank and section by section where its owners have such."""
+        order = None
+        if isinstance(self.owners, Sections):
+            place_of = {index: place for place, index in enumerate(self.places)}
+            order = [place_of[param] for section in self.owners.sections for param in section.order()]
+        self.flat = FlatBuffer(self.params, order)
+        self.shard = self.marks = self.agreed = None
 
     def uninstall(self) -> None:
         """Its parameters are about to move elsewhere."""
@@ -228,8 +188,7 @@ class Bucket:
     def step(self) -> None:
         """Update this rank's shard."""
         update, common, probe = self.update, self.common, self.common.probe
-        if update.options is None:
-            update.begin()
+        update.begin()
         if self.gathering is not None:
             self.wait(is_lane=True)  # of the last update: it reads the memory that is about to be written
         # As an optimizer's own writing would: a node of this backward that still needs an old value now raises.
@@ -245,7 +204,7 @@ class Bucket:
             shard.set_grads(self.reduced, self.agreed)
         if common.tracks_norm:
             update.norms.append(torch.linalg.vector_norm(self.reduced, dtype=common.norm_dtype))
-        update.step(shard.local)
+        update.step(shard)
         probe.now.steps.append((start, perf_counter()))
         if self.freed is not None:
             self.freed.after_step(shard.cast)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from time import perf_counter
 from types import FrameType
@@ -70,7 +70,7 @@ class GradientWatch:
 
     def __init__(self) -> None:
         self._gradients: Sequence[_Gradient] = ()
-        self.noted: list[tuple[int, int]] = []  # empty: there is nothing to compare with
+        self.noted: list[tuple[int, int] | None] = []  # empty, or None: there is nothing to compare with
 
     def watch(self, buckets: Sequence[Bucket]) -> None:
         """From now on those of these buckets, which DDP has just filled."""
@@ -88,10 +88,11 @@ class GradientWatch:
             for each in self._gradients
         ]
 
-    def refuse_changes(self, schedule: Schedule) -> None:
-        """RuntimeError if any was changed since they were noted; updates inside backward are done, so that all may be cleared then."""
+    def refuse_changes(self, schedule: Schedule, is_asked_for: Callable[[int], bool]) -> None:
+        """RuntimeError if any that is asked for, by its place, was changed since they were noted. Asked once; updates inside backward are
+        done, so that all may be cleared then."""
         is_on_step = schedule is Schedule.ON_STEP
-        change = self._find_change(may_be_cleared=not is_on_step)
+        change = self._find_change(is_asked_for, may_be_cleared=not is_on_step)
         if change is not None:
             raise RuntimeError(
                 f"gradients were changed between backward and step(), which has no effect here: {change}. "
@@ -104,15 +105,18 @@ class GradientWatch:
                 )
             )
 
-    def _find_change(self, *, may_be_cleared: bool) -> str | None:
+    def _find_change(self, is_asked_for: Callable[[int], bool], *, may_be_cleared: bool) -> str | None:
         """What has changed since it was noted, in words; None if nothing has, or if all were cleared and may be."""
-        noted, self.noted = self.noted, []
-        changed = []
-        for each, (memory, version) in zip(self._gradients, noted, strict=False):
+        changed, asked = [], []
+        for number, (each, noted) in enumerate(zip(self._gradients, self.noted, strict=False)):
+            if noted is None or not is_asked_for(each.place):
+                continue
+            (memory, version), self.noted[number] = noted, None
+            asked.append(each)
             grad = each.param.grad
             if (memory, version) != ((0, 0) if grad is None else (grad.data_ptr(), version_of(grad))):
                 changed.append((each, memory))
-        if not changed or (may_be_cleared and self._are_cleared()):
+        if not changed or (may_be_cleared and _are_cleared(asked)):
             return None
         found = ((each, _change_of(each, memory)) for each, memory in changed)
         return next(
@@ -124,8 +128,9 @@ class GradientWatch:
             None,
         )
 
-    def _are_cleared(self) -> bool:
-        return all(each.param.grad is None or not each.param.grad.any() for each in self._gradients)
+
+def _are_cleared(gradients: Iterable[_Gradient]) -> bool:
+    return all(each.param.grad is None or not each.param.grad.any() for each in gradients)
 
 
 def _change_of(gradient: _Gradient, memory: int) -> str | None:

@@ -24,7 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 from zerolap._torch import GradBucket, current_graph_task_id, is_profiling, join_config_of
 from zerolap.backend.lanes import Pending, forget_frames
 from zerolap.errors import CollectiveError, IllegalEventError, ZerolapError
-from zerolap.runtime.bucket import Bucket, Update
+from zerolap.runtime.books import Books
+from zerolap.runtime.bucket import Bucket
 from zerolap.runtime.checks import BackwardEnd, Rereads, Thawed, refuse_join
 from zerolap.runtime.common import Common, Observer
 from zerolap.runtime.exchange_strategies import ExchangeStrategy
@@ -33,7 +34,7 @@ from zerolap.runtime.migration import migrate
 from zerolap.runtime.probe import IN_STEP, MOST_UPDATES, Times
 from zerolap.runtime.recording import Recording
 from zerolap.runtime.reduced_gradients import ReducedGradients
-from zerolap.runtime.shard_optimizer import ShardBook
+from zerolap.runtime.update import StepCalls, Update
 from zerolap.schedule.machine import AT_ONCE, Action, Agreement, Gather, Machine, Phase, Schedule, Verb
 from zerolap.schedule.ownership import early_buckets
 
@@ -41,11 +42,11 @@ T = TypeVar("T")
 
 
 class Engine:
-    """Overlaps one optimizer with one DDP on this rank."""
+    """Overlaps the optimizers of one DDP with it on this rank."""
 
     def __init__(
         self,
-        book: ShardBook,
+        books: Books,
         *,
         ddp: DistributedDataParallel,
         common: Common,
@@ -54,7 +55,7 @@ class Engine:
         update: Update,
         on_update: Callable[[], None],
     ) -> None:
-        self.book, self.common = book, common
+        self.books, self.common = books, common
         self.strategy = strategy
         self.machine = machine
         self.update = update
@@ -72,11 +73,12 @@ class Engine:
         self._rereads = Rereads(ddp.module, common=common, machine=machine)
 
         self.layout: list[Bucket] = []  # the buckets that owners were assigned for: by backward's thread
-        self._recording = Recording(book, common, update)
+        self._recording = Recording(books, common, update)
         self.at_hand: list[Bucket] = []  # the buckets of this backward: filled by backward's thread, used by the lane
         self.installed: list[Bucket] = []  # by the lane
         self.bucket_of: dict[Tensor, Bucket] = {}  # by the lane; for whoever uses a parameter
-        self.gradients = ReducedGradients(book, common=common, update=update, machine=machine, buckets=self.at_hand)
+        self.gradients = ReducedGradients(books, common=common, update=update, machine=machine, buckets=self.at_hand)
+        self._calls = StepCalls(books.num_optimizers)
         self._end_later = weakref.finalize(self, _let_end, common.in_flight, common.group)
         self._end_later.atexit = False
         if common.adapter.capabilities.futures_complete_at_enqueue:
@@ -115,25 +117,41 @@ class Engine:
             self._limit_memory(self.at_hand[index])
         return future
 
-    def step_called(self) -> None:
-        """The user called step(). Does what is left to do: all of the update on_step, else nothing."""
+    def step_called(self, number: int = 0) -> None:
+        """The user called step() of an optimizer. The last of them makes the update on_step; else it is made."""
         self.raise_if_failed()
         self.probe.num_steps += 1
-        schedule, actions = self.machine.schedule, None
+        machine, actions = self.machine, None
         try:
-            if schedule is not Schedule.ON_STEP:
-                actions = self.machine.step_called()
-            self._end.gradients.refuse_changes(schedule)
-            is_due = self.machine.phase is Phase.REDUCED
-            if is_due and (self.gradients.are_dropped or not all(each.may_update() for each in self.observers)):
-                self.machine.step_skipped()
+            if machine.schedule is not Schedule.ON_STEP:
+                actions = machine.step_called()
+            self._end.gradients.refuse_changes(machine.schedule, lambda place: self.books.number_of(place) == number)
+            if machine.phase is Phase.REDUCED:
+                self._calls.note(number, self.update.of[number], is_left_out=self.gradients.of(number).are_dropped)
+                self._update_when_all_called()
             elif actions is None:
-                actions = self.machine.step_called()
+                machine.step_called()
         except IllegalEventError as error:
             self._fail(error, "step() after a backward that did not finish")
             self.common.raise_failure()
-        if actions:
-            self.common.run_on_lane(partial(_do, self, actions), IN_STEP)
+
+    def step_left_out(self, number: int) -> None:
+        """Gradients of an optimizer were not finite, and a loss scaler may have left its step() out."""
+        if self.machine.phase is Phase.REDUCED and number not in self._calls:
+            self._calls.note(number, self.update.of[number], is_left_out=True)
+            self._update_when_all_called()
+
+    def _update_when_all_called(self) -> None:
+        if not self._calls.are_all:
+            return
+        left_out = self._calls.take()
+        if all(left_out) or not all(each.may_update() for each in self.observers):
+            self.gradients.drop()
+            self.machine.step_skipped()
+            self.update.forget()
+        else:
+            self.update.leave_out(left_out)
+            self.common.run_on_lane(partial(_do, self, self.machine.step_called()), IN_STEP)
         if self.common.gradient_memory is not None:
             self._end.free_shards()
 
@@ -180,8 +198,9 @@ class Engine:
             raise ZerolapError("DDP's static_graph was changed after the hook was made; set it before")
         if join_config_of(ddp).enable:
             refuse_join(self.machine.schedule, self.common.adapter.capabilities, is_tuning=self.is_tuning)
+        self._calls.refuse_some()
         self.at_hand.clear()  # of what a step() that was left out has left behind
-        self.update.divisor = None  # and of that
+        self.update.forget()  # and of that
         probe = self.probe
         probe.num_backwards += 1
         probe.before.append(probe.now)
@@ -272,7 +291,8 @@ class Engine:
         for bucket in self.installed:
             bucket.uninstall()
         self.installed[:] = self.at_hand
-        migrate(self.book, self.installed, common=self.common, strategy=self.strategy, older=self.update.last)
+        older = [each.last for each in self.update.of]
+        migrate(self.books, self.installed, common=self.common, strategy=self.strategy, older=older)
         self.bucket_of.clear()
         self.bucket_of.update((param, bucket) for bucket in self.installed for param in bucket.params)
         if left:
@@ -285,7 +305,7 @@ class Engine:
                 bucket.forget_gather()  # whoever waits for the lane has waited for it
 
     def _finish_update(self) -> None:
-        self.update.finish(self.book.locals[0])
+        self.update.finish()
         while self.at_hand:
             self.at_hand.pop().reduced = None  # which may be memory of a hook's own
         self.probe.num_updates += 1
@@ -341,8 +361,8 @@ class DDPHook:
         self._group = group
         self.__name__ = self.__qualname__ = name  # DDP notes it
         self.engine: Engine | None = None
-        # The optimizer keeps the engine, and not the other way round; who has the hook may have dropped the optimizer itself.
-        self.optimizer: object = None
+        # Optimizers keep the engine, and not the other way round; who has the hook may have dropped the optimizers themselves.
+        self.optimizers: object = None
 
     def __call__(self, state: object, bucket: GradBucket) -> Future[Tensor]:
         if self.engine is None:
@@ -350,7 +370,7 @@ class DDPHook:
         return self.engine.on_bucket(state, bucket)
 
     def turn_off(self) -> None:
-        self.engine = self.optimizer = None
+        self.engine = self.optimizers = None
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return (DDPHook, ())

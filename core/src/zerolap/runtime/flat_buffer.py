@@ -70,14 +70,17 @@ class FlatBuffer:
     tied ones, and drops all but one of them, or takes the whole storage along with each.
     """
 
-    def __init__(self, params: Sequence[Tensor]) -> None:
+    def __init__(self, params: Sequence[Tensor], order: Sequence[int] | None = None) -> None:
+        """``order`` is that in which they lie in memory, by their places among ``params``."""
         self.params = params
         first = params[0] if params else torch.empty(0)  # a bucket may hold nothing of this optimizer
         step = _ALIGNMENT_BYTES // first.element_size()
-        self._starts = [0]
-        for param in params:
-            self._starts.append(self._starts[-1] + -(-param.numel() // step) * step)
-        self._unpadded = list(accumulate((param.numel() for param in params), initial=0))
+        order = range(len(params)) if order is None else order
+        padded = (-(-params[place].numel() // step) * step for place in order)
+        self._padded = list(accumulate(padded, initial=0))
+        self._unpadded = list(accumulate((params[place].numel() for place in order), initial=0))
+        start_of = dict(zip(order, self._padded, strict=False))
+        self._starts = [*(start_of[place] for place in range(len(params))), self._padded[-1]]  # by place
         self.buffer = torch.zeros(self._starts[-1], dtype=first.dtype, device=first.device)
         can_cut = _can_cut_storages(first.device.type)
         for param, start in zip(params, self._starts, strict=False):
@@ -95,7 +98,7 @@ class FlatBuffer:
         return all(param.data_ptr() == address for param, address in self.ends)
 
     def positions(self, elements: Iterable[int]) -> list[int]:
-        """Where elements of the bucket lie in the buffer; padding goes with what stands before it."""
+        """Where elements, counted in the order of memory, lie in the buffer; padding goes with what stands before it."""
         return [self._position(element) for element in elements]
 
     def piece(self, place: int, start: int, stop: int) -> Tensor:
@@ -119,12 +122,12 @@ class FlatBuffer:
 
     def _position(self, element: int) -> int:
         if element == self._unpadded[-1]:
-            return self._starts[-1]
-        place = bisect_right(self._unpadded, element) - 1
-        return self._starts[place] + element - self._unpadded[place]
+            return self._padded[-1]
+        number = bisect_right(self._unpadded, element) - 1
+        return self._padded[number] + element - self._unpadded[number]
 
     def slice(self, first: int, last: int) -> Tensor:
-        """The part of the buffer that holds parameters ``first`` to ``last - 1``, padding included."""
+        """The part of the buffer that holds parameters ``first`` to ``last - 1``, padding included, if they lie in their own order."""
         return self.buffer[self._starts[first] : self._starts[last]]
 
 

@@ -10,12 +10,11 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from zerolap.backend.base import Adapter
-from zerolap.backend.lanes import Lane
+from zerolap.runtime.books import Books
 from zerolap.runtime.bucket import Bucket
 from zerolap.runtime.common import Common
 from zerolap.runtime.exchange_strategies import ExchangeStrategy
-from zerolap.runtime.flat_buffer import FlatBuffer
-from zerolap.runtime.shard_optimizer import LocalOptimizer, ShardBook, stand_in_for
+from zerolap.runtime.shard_optimizer import LocalOptimizer, stand_in_for
 from zerolap.runtime.state_pieces import by_param
 from zerolap.runtime.state_transfer import move_states
 from zerolap.schedule.ownership import GroupRank, Piece
@@ -27,66 +26,93 @@ _LEAST_MOVED_BYTES = 2 * 2**20
 
 
 def migrate(
-    book: ShardBook,
+    books: Books,
     buckets: Sequence[Bucket],
     *,
     common: Common,
     strategy: ExchangeStrategy,
-    older: LocalOptimizer | None,
+    older: Sequence[LocalOptimizer | None],
 ) -> None:
-    """Install buckets whose owners are assigned. ``older`` is the optimizer that was stepped last: its counters go on."""
+    """Install buckets whose owners are assigned. ``older`` are the optimizers that were stepped last: their counters go on."""
     assert common.group is not None
-    migration = _Migration(book, buckets, adapter=common.adapter, group=common.group)
-    migration.run(strategy, lane=common.lane, older=older or book.locals[0])
+    states = [
+        _States(books, number, buckets, older=last, adapter=common.adapter, group=common.group)
+        for number, last in enumerate(older)
+    ]
+    for each in states:
+        each.begin()
+    num_bytes = sum(param.nbytes for bucket in buckets for param in bucket.params)
+    most_moves = _MOST_ROUNDS // max(1, books.world_size - 1)
+    num_moves = max(1, min(most_moves, num_bytes // _LEAST_MOVED_BYTES))
+    at_once = max(1, -(-len(buckets) // num_moves))
+    for first in range(0, len(buckets), at_once):
+        portion = buckets[first : first + at_once]
+        for bucket in portion:
+            with common.lane.as_caller():  # their memory is the model's
+                bucket.lay_out()
+            strategy.install(bucket)
+        for each in states:
+            each.bring(portion)
 
 
-class _Migration:
-    """What brings one rank's optimizer states and parameters into the buckets of a layout."""
+class _States:
+    """What brings the states of one optimizer to where a layout has them, on one rank."""
 
     def __init__(
-        self, book: ShardBook, buckets: Sequence[Bucket], *, adapter: Adapter, group: dist.ProcessGroup
+        self,
+        books: Books,
+        number: int,
+        buckets: Sequence[Bucket],
+        *,
+        older: LocalOptimizer | None,
+        adapter: Adapter,
+        group: dist.ProcessGroup,
     ) -> None:
-        self._book = book
-        self._buckets = buckets
+        self._book = books.books[number]
+        self._number = number
+        self._books = books
         self._adapter = adapter
         self._group = group
-        self._before = book.locals
+        self._before = self._book.locals
+        self._older = older or self._before[0]  # whose counters go on
         self._routes: dict[int, list[tuple[int, int, GroupRank]]] = {}  # where a parameter's elements belong
         for bucket in buckets:
             assert bucket.owners is not None, "owners are assigned before states move to them"
             for owner, pieces in bucket.owners.segments():
-                for param, start, stop in pieces:
-                    self._routes.setdefault(param, []).append((start, stop, owner))
+                for place, start, stop in pieces:
+                    if books.number_of(place) == number:
+                        self._routes.setdefault(books.index_of(place), []).append((start, stop, owner))
 
-    def run(self, strategy: ExchangeStrategy, *, lane: Lane, older: LocalOptimizer) -> None:
-        """Install all buckets; ``older`` is an optimizer whose counters go on."""
+    def begin(self) -> None:
+        """Bring what DDP does not reduce: it has no gradient, but keeps its state, where it is."""
         book, params = self._book, self._book.params
-        # What DDP does not reduce has no gradient, but keeps its state, where it is.
         outside = set(range(len(params))) - self._routes.keys()
         rest = {
             Piece(i, 0, params[i].numel()): stand_in_for(params[i]) for i in outside if book.owners.get(i) == book.rank
         }
         book.locals = [book.make_local(rest)]
-        book.locals[0].inherit(older)
+        book.locals[0].inherit(self._older)
         if outside:
             self._bring(outside, book.locals)
-        num_bytes = sum(param.nbytes for bucket in self._buckets for param in bucket.params)
-        most_moves = _MOST_ROUNDS // max(1, book.world_size - 1)
-        num_moves = max(1, min(most_moves, num_bytes // _LEAST_MOVED_BYTES))
-        at_once = max(1, -(-len(self._buckets) // num_moves))
-        for first in range(0, len(self._buckets), at_once):
-            arriving: list[LocalOptimizer] = []
-            portion = self._buckets[first : first + at_once]
-            for bucket in portion:
-                with lane.as_caller():  # their memory is the model's
-                    bucket.flat = FlatBuffer(bucket.params)
-                bucket.shard = bucket.marks = bucket.agreed = None
-                strategy.install(bucket)
-                if bucket.shard is not None:
-                    bucket.shard.local.inherit(older)
-                    arriving.append(bucket.shard.local)
-            self._bring({place for bucket in portion for place in bucket.places}, arriving)
-            book.locals += arriving
+
+    def bring(self, buckets: Sequence[Bucket]) -> None:
+        """Bring those of buckets that are installed."""
+        arriving = [
+            local
+            for bucket in buckets
+            if bucket.shard is not None and (local := bucket.shard.locals.get(self._number)) is not None
+        ]
+        for local in arriving:
+            local.inherit(self._older)
+        wanted = {
+            self._books.index_of(place)
+            for bucket in buckets
+            for place in bucket.places
+            if self._books.number_of(place) == self._number
+        }
+        if wanted:
+            self._bring(wanted, arriving)
+        self._book.locals += arriving
 
     def _bring(self, wanted: set[int], locals_: Sequence[LocalOptimizer]) -> None:
         """States of these parameters to those who have them now."""

@@ -23,15 +23,18 @@ from zerolap.runtime.peers import all_gather_json
 _FEW = 64  # values that are spelled out; of more there is a digest
 
 
-def compare_between_ranks(optimizer_class: Any, groups: Sequence[ParamGroup], *, group: dist.ProcessGroup) -> None:
-    """ValueError on all ranks if class, options or parameters are not the same everywhere."""
-    mine = describe(optimizer_class, groups)
+def compare_between_ranks(
+    *optimizers: tuple[Any, Sequence[ParamGroup]],
+    group: dist.ProcessGroup,
+) -> None:
+    """ValueError on all ranks if classes, options or parameters of some optimizers are not the same everywhere."""
+    mine = [describe(optimizer_class, groups) for optimizer_class, groups in optimizers]
     what = "comparing the optimizer's class, options and parameters between ranks"
     if len(set(all_gather_json(digest_of(mine), group=group, what=what))) == 1:
         return
     theirs = all_gather_json(mine, group=group, what=what)
     for rank, other in enumerate(theirs):
-        difference = first_difference(theirs[0], other)
+        difference = first_of_several(theirs[0], other)
         if difference:
             raise ValueError(f"the optimizers of group ranks 0 and {rank} differ: {difference}")
     raise ZerolapError("the ranks' optimizers have different digests but equal descriptions")
@@ -55,6 +58,17 @@ def describe_options(groups: Sequence[ParamGroup]) -> list[dict[str, Any]]:
 
 def digest_of(described: Any) -> str:
     return hashlib.sha256(json.dumps(described).encode()).hexdigest()
+
+
+def first_of_several(ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]]) -> str | None:
+    """Where the descriptions of some optimizers differ, in words."""
+    if len(ours) != len(theirs):
+        return f"there are {len(ours)} and {len(theirs)} of them"
+    for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        difference = first_difference(a, b)
+        if difference:
+            return difference if len(ours) == 1 else f"of optimizer {number}, {difference}"
+    return None
 
 
 def first_difference(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None:

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from zerolap._torch import GradBucket
-from zerolap.runtime.bucket import Bucket, Update
+from zerolap.runtime.books import Books
+from zerolap.runtime.bucket import Bucket
 from zerolap.runtime.common import Common
-from zerolap.runtime.shard_optimizer import ShardBook
+from zerolap.runtime.update import Update
 
 _NO_BUFFER = torch.empty(0)  # that is no bucket's
 
@@ -18,8 +19,8 @@ _NO_BUFFER = torch.empty(0)  # that is no bucket's
 class Recording:
     """The buckets of one backward, none while no backward is recorded. On backward's thread."""
 
-    def __init__(self, book: ShardBook, common: Common, update: Update) -> None:
-        self._book = book
+    def __init__(self, books: Books, common: Common, update: Update) -> None:
+        self._books = books
         self._common = common
         self._update = update
         self._index_of: dict[Tensor, int] = {}
@@ -59,4 +60,4 @@ class Recording:
         for bucket in before:
             bucket.record(_NO_BUFFER, bucket.offsets)
         self._common.adapter.release_memory()
-        self._index_of = {param: index for index, param in enumerate(self._book.params)}
+        self._index_of = {param: place for place, param in self._books.by_place().items()}

@@ -15,28 +15,49 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerolap._torch import unscale_and_find_nonfinite_
-from zerolap.runtime.bucket import Bucket, Update
+from zerolap.runtime.books import Books
+from zerolap.runtime.bucket import Bucket
 from zerolap.runtime.common import Common
-from zerolap.runtime.shard_optimizer import ShardBook
 from zerolap.runtime.state_pieces import strides_in_bucket
+from zerolap.runtime.update import Update
 from zerolap.schedule.machine import Machine, Phase, Schedule
 
 SEARCH = "search for gradients that are not finite"
+_NOTHING = slice(0, 0)
 
 
 class ReducedGradients:
     """What the buckets of the backward at hand hold."""
 
     def __init__(
-        self, book: ShardBook, *, common: Common, update: Update, machine: Machine, buckets: Sequence[Bucket]
+        self,
+        books: Books,
+        *,
+        common: Common,
+        update: Update,
+        machine: Machine,
+        buckets: Sequence[Bucket],
+        number: int | None = None,
     ) -> None:
-        self._book = book
+        """Those of all optimizers, or only of the one with this number."""
+        self._books = books
         self._common = common
         self._update = update
         self._machine = machine
         self._buckets = buckets
+        self._numbers = range(books.num_optimizers) if number is None else [number]
+        self._own: list[ReducedGradients] = []
+        if number is None and books.num_optimizers > 1:
+            self._own = [
+                ReducedGradients(books, common=common, update=update, machine=machine, buckets=buckets, number=each)
+                for each in self._numbers
+            ]
         self.unscaled_backward = -1  # the number of the backward whose gradients a GradScaler has unscaled
         self._dropped_backward = -1  # and of that whose gradients shall not be used
+
+    def of(self, number: int) -> ReducedGradients:
+        """Those of one optimizer."""
+        return self._own[number] if self._own else self
 
     @property
     def is_unscaled(self) -> bool:
@@ -52,11 +73,13 @@ class ReducedGradients:
         """Clear those that were reduced and not used: where gradients are freed they are nowhere else."""
         if self._common.gradient_memory is None or self._machine.phase is not Phase.REDUCED:
             return
+        self._dropped_backward = self._common.probe.num_backwards
+        if len(self._numbers) < self._books.num_optimizers:
+            return  # others may need theirs; the next update frees all
         for bucket in self._buckets:
             assert bucket.freed is not None
             bucket.freed.used()
             bucket.reduced = None
-        self._dropped_backward = self._common.probe.num_backwards
 
     def usable_for(self, purpose: str) -> ReducedGradients:
         """Itself, if gradients can still be changed between backward and step()."""
@@ -76,28 +99,28 @@ class ReducedGradients:
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         """Clip by the norm over all ranks' shards; every element is in exactly one of them."""
-        shards, update = self.shards(), self._update
-        total = self._norm(shards, max_norm, norm_type)
-        if update.divisor is not None:  # clipped before
-            total = total / update.divisor
+        self.shards()  # which raises where there are none
+        total = self._norm(self._with_divisors(), max_norm, norm_type)
         if error_if_nonfinite and not torch.isfinite(total):
             raise RuntimeError(
                 f"the norm of order {norm_type} of the gradients is {total.item()}; it cannot be clipped by"
             )
         coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        if self._book.can_divide_gradients:
-            divisor = (1 / coefficient).to(torch.float32)
-            update.divisor = divisor if update.divisor is None else update.divisor * divisor
-        else:
-            for shard in shards:
-                shard.mul_(coefficient.to(shard.dtype))
+        for number in self._numbers:
+            update = self._update.of[number]
+            if self._books.books[number].can_divide_gradients:
+                divisor = (1 / coefficient).to(torch.float32)
+                update.divisor = divisor if update.divisor is None else update.divisor * divisor
+            else:
+                for shard in self._shards_at_hand([number]):
+                    shard.mul_(coefficient.to(shard.dtype))
         return total.to(torch.float32)
 
     def norm(self, norm_type: float) -> Tensor:
         """The norm of the mean gradients that the next step() uses; or, where updates are inside backward, of those of the last one."""
         if self._machine.schedule is Schedule.ON_STEP:
-            total = self._norm(self.shards(), 0.0, norm_type, "grad_norm")
-            return (total if self._update.divisor is None else total / self._update.divisor).to(torch.float32)
+            self.shards()  # which raises where there are none
+            return self._norm(self._with_divisors(), 0.0, norm_type, "grad_norm").to(torch.float32)
         self._common.raise_if_failed()
         if not self._common.tracks_norm or norm_type != 2:
             raise RuntimeError(
@@ -106,7 +129,7 @@ class ReducedGradients:
             )
         if not self._common.probe.num_updates:
             raise RuntimeError("there was no update yet: call this after the first backward")
-        return self._norm(self._update.norms, 0.0, 2.0, "grad_norm").to(torch.float32)
+        return self._norm([(norm, None) for norm in self._update.norms], 0.0, 2.0, "grad_norm").to(torch.float32)
 
     def mean_of(self, param: Tensor) -> Tensor:
         """The mean gradient of one parameter, as the next step() uses it, collected from its owners; the same on all ranks."""
@@ -117,8 +140,9 @@ class ReducedGradients:
         place = next(place for place, each in enumerate(bucket.params) if each is param)
         whole = gather_gradient(bucket, place, memory=bucket.reduced)
         whole = self._over_all_ranks(whole, dist.ReduceOp.SUM, "collecting a gradient")
-        if self._update.divisor is not None:
-            whole = whole / self._update.divisor
+        divisor = self._update.of[self._books.number_of(bucket.places[place])].divisor
+        if divisor is not None:
+            whole = whole / divisor
         return whole.as_strided(param.shape, strides_in_bucket(param))
 
     def carry_over(self, old: Sequence[Bucket], new: Mapping[Tensor, Bucket]) -> None:
@@ -133,10 +157,22 @@ class ReducedGradients:
                     if to.params[piece.place] is param and to.reduced is not None:
                         piece.view_of(to.reduced).add_(whole[piece.start : piece.stop])
 
+    def _with_divisors(self) -> list[tuple[Tensor, Tensor | None]]:
+        """The gradients, with what each optimizer will divide its own by."""
+        return [
+            (shard, self._update.of[number].divisor)
+            for number in self._numbers
+            for shard in self._shards_at_hand([number])
+        ]
+
     def _norm(
-        self, shards: Sequence[Tensor], max_norm: float, norm_type: float, caller: str = "clip_grad_norm_"
+        self,
+        shards: Sequence[tuple[Tensor, Tensor | None]],
+        max_norm: float,
+        norm_type: float,
+        caller: str = "clip_grad_norm_",
     ) -> Tensor:
-        """The norm of all gradients. Arguments that are wrong or differ between ranks are refused on all of them.
+        """The norm of all gradients, each divided by what stands beside it. Arguments that are wrong or differ between ranks are refused on all of them.
 
         For that a code of the arguments goes with the norm, and none for wrong ones. It is read where reading does not hold up a stream.
         """
@@ -147,7 +183,8 @@ class ReducedGradients:
         # torch, which adds up norms of parameters, keeps.
         capabilities = self._common.adapter.capabilities
         dtype = torch.float64 if capabilities.has_float64 else torch.float32
-        norms = [torch.linalg.vector_norm(shard, norm_type, dtype=dtype) for shard in shards]
+        norms = [torch.linalg.vector_norm(shard, norm_type, dtype=dtype) for shard, _ in shards]
+        norms = [norm if divisor is None else norm / divisor for norm, (_, divisor) in zip(norms, shards, strict=True)]
         local = torch.stack(norms) if norms else torch.zeros(1, dtype=dtype, device=self._device)
         is_max = norm_type == math.inf
         is_read = not capabilities.futures_complete_at_enqueue
@@ -164,7 +201,7 @@ class ReducedGradients:
         if mistake is not None:
             raise mistake
         if is_read:
-            times = 1 if is_max else self._book.world_size
+            times = 1 if is_max else self._books.world_size
             if [each.item() for each in found] != [times * code, -times * code]:
                 raise ValueError(
                     f"{caller}(max_norm={max_norm}, norm_type={norm_type}) was called with other or wrong arguments on "
@@ -192,10 +229,18 @@ class ReducedGradients:
 
     @property
     def _device(self) -> torch.device:
-        return self._book.params[0].device
+        return self._books.device
 
-    def _shards_at_hand(self) -> list[Tensor]:
-        return [each.reduced for each in self._buckets if each.reduced is not None and each.reduced.numel()]
+    def _shards_at_hand(self, numbers: Sequence[int] | None = None) -> list[Tensor]:
+        numbers = self._numbers if numbers is None else numbers
+        if len(numbers) == self._books.num_optimizers:
+            return [each.reduced for each in self._buckets if each.reduced is not None and each.reduced.numel()]
+        return [
+            shard
+            for each in self._buckets
+            for number in numbers
+            if each.reduced is not None and (shard := each.reduced[each.spans.get(number, _NOTHING)]).numel()
+        ]
 
     def _over_all_ranks(self, value: Tensor, op: dist.ReduceOp.RedOpType, what: str) -> Tensor:
         if self._common.is_alone:

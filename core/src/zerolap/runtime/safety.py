@@ -13,12 +13,12 @@ from torch import Tensor
 
 from zerolap._logging import logger_of
 from zerolap.errors import ZerolapError
+from zerolap.runtime.books import Books
 from zerolap.runtime.bucket import Bucket
 from zerolap.runtime.common import Common, Observer
 from zerolap.runtime.optimizer_description import describe_options, digest_of, first_option
 from zerolap.runtime.peers import all_gather_json
 from zerolap.runtime.reduced_gradients import ReducedGradients
-from zerolap.runtime.shard_optimizer import ShardBook
 from zerolap.schedule.machine import Machine, Schedule
 
 logger = logger_of(__name__)
@@ -101,14 +101,14 @@ class Audit(Observer):
         self,
         every: int,
         *,
-        book: ShardBook,
+        books: Books,
         common: Common,
         machine: Machine,
         installed: Sequence[Bucket],
         bucket_of: Mapping[Tensor, Bucket],
     ) -> None:
         self._every = every  # 0 for when asked
-        self._book = book
+        self._books = books
         self._common = common
         self._machine = machine
         self._installed = installed
@@ -136,10 +136,10 @@ class Audit(Observer):
     def _compare(self) -> None:
         for bucket in self._installed:
             bucket.wait(is_lane=True)
-        common, device = self._common, self._book.params[0].device
+        common, device = self._common, self._books.device
         rest = [(name, param) for param, name in common.names.items() if param not in self._bucket_of]
         flats = [bucket.flat.buffer for bucket in self._installed if bucket.flat is not None]
-        options = torch.tensor(int(digest_of(describe_options(self._book.groups))[:15], 16), device=device)
+        options = torch.tensor(int(digest_of(describe_options(self._books.groups))[:15], 16), device=device)
         sums = torch.cat([checksums([*flats, *(param for _, param in rest)], device=device), options.reshape(1)])
         halves = sums.view(torch.int32)  # some backends reduce nothing wider
         # The largest of all ranks, and the complement of the smallest.
@@ -171,7 +171,7 @@ class Audit(Observer):
 
     def _other_option(self, group: dist.ProcessGroup) -> str:
         what = f"{self._common.me}: naming options that differ"
-        said = all_gather_json(describe_options(self._book.groups), group=group, what=what)
+        said = all_gather_json(describe_options(self._books.groups), group=group, what=what)
         for rank, theirs in enumerate(said):
             difference = first_option(said[0], theirs)
             if difference is not None:

@@ -19,6 +19,8 @@ from torch.optim import Optimizer
 from zerolap._torch import foreach_copy_, step_hooks_of
 from zerolap.runtime.param_groups import Options, ParamGroup, options_of, params_of
 from zerolap.runtime.state_pieces import State, by_param, copied, fit, flat_state, is_flat, shaped_state
+from zerolap.runtime.update_cost import update_cost
+from zerolap.schedule.balance import Load
 from zerolap.schedule.ownership import GroupRank, Piece, greedy_owners
 
 WITH_FUSED = frozenset({torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad})
@@ -200,15 +202,15 @@ class GradSlot(NamedTuple):
 
 @dataclass(slots=True)
 class Shard:
-    """This rank's part of one bucket: stand-ins for what it owns, each with its gradient, and their optimizer.
+    """This rank's part of one bucket: stand-ins for what it owns, each with its gradient, and what steps them.
 
     A stand-in shares the parameter's memory but has a ``.grad`` of its own: the parameter's belongs to DDP, which is still
     writing to it while the shard is stepped.
     """
 
-    stand_ins: Sequence[Tensor]
     slots: Sequence[GradSlot]
-    local: LocalOptimizer
+    stand_ins: Sequence[Tensor]
+    locals: Mapping[int, LocalOptimizer]  # by the number of the optimizer whose parameters they are
     grads_of: Tensor | None = None  # the memory that gradients point into
     used: Sequence[bool] | None = None  # the parameters that have one; None for all
     cast: Tensor | None = None  # where they are, if the optimizer works in another dtype
@@ -239,7 +241,7 @@ def stand_in_for(param: Tensor, memory: Tensor | None = None) -> Tensor:
 
 
 class ShardBook:
-    """All parameters and groups, who owns each parameter, and this rank's optimizers."""
+    """All parameters and groups of one optimizer, who owns each parameter, and this rank's part of it."""
 
     def __init__(
         self,
@@ -264,6 +266,10 @@ class ShardBook:
     def can_divide_gradients(self) -> bool:
         """Whether the optimizers divide gradients while they use them: torch's fused ones do, for loss scalers."""
         return type(self.locals[0].optimizer) in WITH_FUSED and all(group["fused"] for group in self.groups)
+
+    def load_of(self, param: Tensor) -> Load:
+        """What it takes a rank to own a whole parameter."""
+        return Load(param.nbytes, update_cost(type(self.locals[0].optimizer), tuple(param.shape)))
 
     @property
     def params(self) -> list[Tensor]:

@@ -57,16 +57,26 @@ Layout = tuple[tuple[Slot, ...], ...]  # buckets in the order DDP reduces them
 
 
 class BucketOwners(Protocol):
-    """Who owns what of one bucket. Segments are in bucket order, cover it and do not overlap."""
+    """Who owns what of one bucket. Segments cover it and do not overlap."""
 
     def segments(self) -> tuple[Segment, ...]: ...
 
     def owned_by(self, rank: GroupRank) -> tuple[Piece, ...]: ...
 
 
+class Section(BucketOwners, Protocol):
+    """Owners by rank: with its parameters in this order, what a rank owns is one range, behind that of the rank before."""
+
+    def order(self) -> list[int]:
+        """Its parameters, as they lie one behind the other."""
+
+    def bounds(self) -> list[int]:
+        """Where each rank's range begins, in elements, and where the last one ends."""
+
+
 @dataclass(frozen=True, slots=True)
 class WholeParams:
-    """A bucket cut between parameters, or not at all."""
+    """A bucket cut between parameters, or not at all; its segments are in bucket order."""
 
     _segments: tuple[Segment, ...]
 
@@ -75,6 +85,33 @@ class WholeParams:
 
     def owned_by(self, rank: GroupRank) -> tuple[Piece, ...]:
         return tuple(piece for segment in self._segments if segment.owner == rank for piece in segment.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class ByRank:
+    """Whole parameters, those of the first rank first; a rank may own any number of them."""
+
+    _owned: tuple[tuple[Piece, ...], ...]
+
+    @classmethod
+    def of(cls, bucket: Sequence[Slot], owners: Sequence[GroupRank], *, world_size: int) -> ByRank:
+        """``owners`` are those of the bucket's parameters."""
+        owned: list[list[Piece]] = [[] for _ in range(world_size)]
+        for (param, numel), owner in zip(bucket, owners, strict=True):
+            owned[owner].append(Piece(param, 0, numel))
+        return cls(tuple(map(tuple, owned)))
+
+    def segments(self) -> tuple[Segment, ...]:
+        return tuple(Segment(GroupRank(rank), pieces) for rank, pieces in enumerate(self._owned) if pieces)
+
+    def owned_by(self, rank: GroupRank) -> tuple[Piece, ...]:
+        return self._owned[rank]
+
+    def order(self) -> list[int]:
+        return [piece.param for pieces in self._owned for piece in pieces]
+
+    def bounds(self) -> list[int]:
+        return list(accumulate((sum(piece.stop for piece in pieces) for pieces in self._owned), initial=0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +148,10 @@ class EqualRanges:
             pieces += [Piece(slot.param, 0, 0) for slot in self._slots if slot.numel == 0]
         return tuple(pieces)
 
+    def order(self) -> list[int]:
+        return [slot.param for slot in self._slots]
+
     def bounds(self) -> list[int]:
-        """Where the ranges begin, in elements of the bucket, and where the last one ends."""
         return [self.end(rank) for rank in range(self._world_size + 1)]
 
     def end(self, num_ranks: int) -> int:
@@ -126,6 +165,19 @@ class EqualRanges:
         if self._cut is None:
             return self._starts[place] + (numel if 2 * inside > numel else 0)
         return self._starts[place] + min((inside + self._cut // 2) // self._cut * self._cut, numel)
+
+
+@dataclass(frozen=True, slots=True)
+class Sections:
+    """A bucket some of whose parameters are cut by one rule, and others by another. A rank owns a range of each section."""
+
+    sections: tuple[Section, ...]
+
+    def segments(self) -> tuple[Segment, ...]:
+        return tuple(segment for section in self.sections for segment in section.segments())
+
+    def owned_by(self, rank: GroupRank) -> tuple[Piece, ...]:
+        return tuple(piece for section in self.sections for piece in section.owned_by(rank))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

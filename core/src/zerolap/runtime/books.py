@@ -1,0 +1,72 @@
+"""The books of several optimizers on one DDP, as one. Who owns what is decided elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from zerolap.runtime.param_groups import ParamGroup
+from zerolap.runtime.shard_optimizer import LocalOptimizer, ShardBook
+from zerolap.schedule.ownership import Piece
+
+
+class Books:
+    """The books of all optimizers that share one DDP, as one.
+
+    Parameter *i* of optimizer *k* of *m* has the place *i m + k*: a param group that is added later changes no other's.
+    """
+
+    def __init__(self, books: Sequence[ShardBook]) -> None:
+        self.books = books
+        self.num_optimizers = len(books)
+        self.rank, self.world_size = books[0].rank, books[0].world_size
+
+    def number_of(self, place: int) -> int:
+        """Which optimizer a parameter belongs to."""
+        return place % self.num_optimizers
+
+    def index_of(self, place: int) -> int:
+        """Its index there."""
+        return place // self.num_optimizers
+
+    def by_place(self) -> dict[int, Tensor]:
+        """All parameters."""
+        return {
+            index * self.num_optimizers + number: param
+            for number, book in enumerate(self.books)
+            for index, param in enumerate(book.params)
+        }
+
+    @property
+    def device(self) -> torch.device:
+        return self.books[0].params[0].device
+
+    @property
+    def groups(self) -> list[ParamGroup]:
+        return [group for book in self.books for group in book.groups]
+
+    @property
+    def locals(self) -> list[LocalOptimizer]:
+        return [local for book in self.books for local in book.locals]
+
+    def make_locals(
+        self, tensors: Mapping[Piece, Tensor], *, params: Mapping[Piece, Tensor] | None = None
+    ) -> dict[int, LocalOptimizer]:
+        """For every optimizer that has some of these pieces one over them, which it knows by its own numbers."""
+        made = {}
+        for number, book in enumerate(self.books):
+            mine = self._own_pieces(tensors, number)
+            if mine:
+                made[number] = book.make_local(
+                    mine, params=None if params is None else self._own_pieces(params, number)
+                )
+        return made
+
+    def _own_pieces(self, tensors: Mapping[Piece, Tensor], number: int) -> dict[Piece, Tensor]:
+        return {
+            piece._replace(param=self.index_of(piece.param)): tensor
+            for piece, tensor in tensors.items()
+            if self.number_of(piece.param) == number
+        }
