@@ -30,7 +30,7 @@ import zerolap
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from entries import ABSENT, ALONE, BY_MESSAGES, MODELS, REFERENCE, Entry, entries
+from entries import ABSENT, ALONE, BY_MESSAGES, MODELS, REFERENCES, Entry, entries, entries_with_muon
 from network import open_network, wire_bytes
 
 _MOST_TO_SETTLE = 200
@@ -51,13 +51,13 @@ def _held_bytes() -> int:
 
 
 def _chosen(given: argparse.Namespace) -> dict[str, Callable[[torch.nn.Module], Entry]]:
-    every = entries(given.cap)
+    every = entries_with_muon(given.cap) if given.optimizer == "muon" else entries(given.cap)
     if given.network != "loopback":
-        del every[BY_MESSAGES]  # they all are
+        every.pop(BY_MESSAGES, None)  # they all are
     return {
         name: make
         for name, make in every.items()
-        if name in (ALONE, REFERENCE) or not given.only or any(part in name for part in given.only)
+        if name in (ALONE, REFERENCES[given.optimizer]) or not given.only or any(part in name for part in given.only)
     }
 
 
@@ -107,7 +107,9 @@ def _times(given: argparse.Namespace, source: Any) -> dict[str, Any]:
     for name, make in chosen.items():
         made[name] = _fresh(given, make)
         if not made[name].is_settled:
-            early_difference[name] = _settle(given, source, made[name], _fresh(given, chosen[REFERENCE]))
+            early_difference[name] = _settle(
+                given, source, made[name], _fresh(given, chosen[REFERENCES[given.optimizer]])
+            )
         figures[name] = {"seconds": [], "cpu": [], "sent": [], "wire": []}
     interface = os.environ["GLOO_SOCKET_IFNAME"]
     sharing = given.ranks if interface == "lo" else 1  # loopback counts everybody's
@@ -132,7 +134,7 @@ def _times(given: argparse.Namespace, source: Any) -> dict[str, Any]:
                 each["wire"].append((wire_bytes(interface) - wire) / len(batches))
             if dist.get_rank() == 0:
                 print(f"\rround {round_} of {given.rounds}: {name:40}", end="", file=sys.stderr, flush=True)
-    reference = made[REFERENCE].params()
+    reference = made[REFERENCES[given.optimizer]].params()
     return {
         name: {
             "seconds": figures[name]["seconds"],
@@ -181,20 +183,22 @@ def run(given: argparse.Namespace, *, memory_of: str | None = None) -> tuple[lis
 
 
 def _arguments(given: argparse.Namespace) -> list[str]:
-    names = ("model", "network", "ranks", "batch", "cap", "rounds", "steps", "out")
+    names = ("model", "optimizer", "network", "ranks", "batch", "cap", "rounds", "steps", "out")
     arguments = [part for name in names for part in (f"--{name}", str(getattr(given, name)))]
     return arguments + [part for name in given.only or () for part in ("--only", name)]
 
 
-def rows_of(ranks: list[dict[str, Any]], rate: float | None, memory: dict[str, list[int]]) -> list[dict[str, Any]]:
+def rows_of(
+    ranks: list[dict[str, Any]], rate: float | None, memory: dict[str, list[int]], *, reference: str
+) -> list[dict[str, Any]]:
     def of(name: str, key: str) -> Any:
         return max(rank[name][key] for rank in ranks)
 
     rounds = {name: [max(each) for each in zip(*(r[name]["seconds"] for r in ranks), strict=True)] for name in ranks[0]}
-    compute, reference = statistics.median(rounds[ALONE]), rounds[REFERENCE]
+    compute, compared = statistics.median(rounds[ALONE]), rounds[reference]
     rows = []
     for name, taken in rounds.items():
-        ratios = [mine / theirs for mine, theirs in zip(taken, reference, strict=True)]
+        ratios = [mine / theirs for mine, theirs in zip(taken, compared, strict=True)]
         quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
         parts = {"compute": compute, "CPU": of(name, "cpu"), "wire": of(name, "wire") / rate if rate else 0.0}
         bound = max(parts, key=lambda part: parts[part])
@@ -225,7 +229,7 @@ def to_markdown(rows: list[dict[str, Any]]) -> str:
     head = (
         "entry",
         "s/step",
-        "of DDP + fused (quartiles)",
+        "of DDP (quartiles)",
         "CPU s",
         "exposed s",
         "of its bound",
@@ -261,15 +265,21 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     for name in ranks[0] if given.memory else ():
         memory[name] = [max(of_ranks) for of_ranks in zip(*run(given, memory_of=name)[0], strict=True)]
     setting = (
-        f"{given.model}, batch {given.batch}, {given.ranks} ranks, network {given.network}, {given.rounds} rounds of "
+        f"{given.model}, {given.optimizer}, batch {given.batch}, {given.ranks} ranks, network {given.network}, {given.rounds} rounds of "
         f"{given.steps} steps"
     )
-    return {"setting": setting, "rows": rows_of(ranks, rate, memory), "options": _arguments(given), "rate": rate}
+    return {
+        "setting": setting,
+        "rows": rows_of(ranks, rate, memory, reference=REFERENCES[given.optimizer]),
+        "options": _arguments(given),
+        "rate": rate,
+    }
 
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--model", choices=list(MODELS), default="lm5")
+    made.add_argument("--optimizer", choices=list(REFERENCES), default="adamw", help="alone, or Muon with AdamW")
     made.add_argument("--network", default="loopback", help="loopback, or Mbit/s, as in 1000 or 100+5ms (needs root)")
     made.add_argument("--ranks", type=int, default=2)
     made.add_argument("--batch", type=int, default=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import time
 import warnings
 from collections.abc import Callable
 from itertools import pairwise
@@ -16,7 +17,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import zerolap
 from zerolap_cpu_gloo import CpuGlooAdapter
 
-ALONE, REFERENCE = "compute alone", "DDP + fused AdamW"
+ALONE = "compute alone"
+REFERENCES = {"adamw": "DDP + fused AdamW", "muon": "DDP + Muon + fused AdamW"}  # by what is compared with
 BY_MESSAGES = "zerolap by messages, interleaved eager"  # where ranks of one host would share memory
 LENGTH = 128  # of a sequence
 BFLOAT16 = dict.fromkeys(("reduce_dtype", "gather_dtype"), torch.bfloat16)
@@ -189,6 +191,120 @@ class Zerolap(Entry):
         return super().params()
 
 
+class _Timed(torch.optim.Optimizer):
+    """Adds up the CPU time of its thread in updates; mixed into the real classes."""
+
+    seconds = 0.0  # of all classes together
+
+    def step(self, closure: Any = None) -> Any:
+        start = time.thread_time()
+        result = super().step(closure)
+        _Timed.seconds += time.thread_time() - start
+        return result
+
+
+class TimedMuon(_Timed, torch.optim.Muon):
+    pass
+
+
+class TimedAdamW(_Timed, torch.optim.AdamW):
+    is_elementwise = True
+
+
+class _Both:
+    """Two optimizers, as one that is stepped."""
+
+    def __init__(self, *optimizers: Any) -> None:
+        self.optimizers = optimizers
+
+    def step(self) -> None:
+        for each in self.optimizers:
+            each.step()
+
+    def zero_grad(self) -> None:
+        for each in self.optimizers:
+            each.zero_grad()
+
+    @property
+    def state(self) -> dict[Any, Any]:
+        held: dict[Any, Any] = {}
+        for each in self.optimizers:
+            held.update(getattr(each, "optim", each).state)
+        return held
+
+
+class WithMuon(Entry):
+    """Muon for the layers' matrices, AdamW for all others: replicated, by torch's ZeroRedundancyOptimizer, or by zerolap."""
+
+    def __init__(self, model: Lm, *, kind: str, cap: float | None = None, **options: Any) -> None:
+        matrices = [param for param in model.layers.parameters() if param.ndim == 2]
+        known = set(matrices)
+        others = [param for param in model.parameters() if param not in known]
+        wrapped: Any = model
+        if kind != "alone":
+            wrapped = DDP(model, bucket_cap_mb=cap, gradient_as_bucket_view=not options.get("shard_gradients"))
+        parts: list[tuple[list[nn.Parameter], Any, dict[str, Any]]] = [
+            (matrices, TimedMuon, {"lr": 1e-3}),
+            (others, TimedAdamW, {**ADAMW, "fused": True}),
+        ]
+        self.handle: zerolap.Handle | None = None
+        if kind == "torch":
+            from torch.distributed.optim import ZeroRedundancyOptimizer
+
+            made: list[Any] = [ZeroRedundancyOptimizer(params, cls, **how) for params, cls, how in parts]
+        elif kind == "zerolap":
+            made = [
+                zerolap.ZeroRedundancyOptimizer(params, cls, overlap_with_ddp=True, **how) for params, cls, how in parts
+            ]
+            self.handle = zerolap.attach(wrapped, made, **options)
+        else:
+            made = [cls(params, **how) for params, cls, how in parts]
+        super().__init__(wrapped, _Both(*made))
+        self._update_seconds = 0.0
+        self._num_steps = 0
+
+    def step(self, batch: Tensor) -> None:
+        _Timed.seconds = 0.0
+        super().step(batch)
+        self._update_seconds += _Timed.seconds
+        self._num_steps += 1
+
+    def finish(self) -> None:
+        if self.handle is not None:
+            self.handle.finish()
+
+    def note(self) -> str:
+        return f"update {1e3 * self._update_seconds / max(1, self._num_steps):.0f} ms"
+
+    def params(self) -> list[Tensor]:
+        self.finish()
+        return super().params()
+
+
+def entries_with_muon(cap: float) -> dict[str, Callable[[Any], Entry]]:
+    """Every way to train with Muon and AdamW."""
+    made: dict[str, Callable[[Any], Entry]] = {
+        ALONE: lambda model: WithMuon(model, kind="alone"),
+        REFERENCES["muon"]: lambda model: WithMuon(model, kind="plain"),
+        f"DDP + Muon + fused AdamW, {cap:g} MB": lambda model: WithMuon(model, kind="plain", cap=cap),
+        "torch ZeRO, both": lambda model: WithMuon(model, kind="torch"),
+    }
+    for schedule, gather in (
+        ("interleaved", "eager"),
+        ("interleaved", "lazy"),
+        ("after_backward", "lazy"),
+        ("on_step", "eager"),
+    ):
+        made[f"zerolap {schedule} {gather}, {cap:g} MB"] = lambda model, s=schedule, g=gather: WithMuon(
+            model, kind="zerolap", cap=cap, schedule=s, gather=g
+        )
+    made["zerolap interleaved eager"] = lambda model: WithMuon(model, kind="zerolap")
+    made[f"zerolap stage 2, interleaved lazy, {cap:g} MB"] = lambda model: WithMuon(
+        model, kind="zerolap", cap=cap, gather="lazy", shard_gradients=True
+    )
+    return made
+
+
 class Fsdp2(Entry):
     def __init__(self, model: nn.Module, *, reshards: bool) -> None:
         from torch.distributed.device_mesh import init_device_mesh
@@ -253,7 +369,7 @@ def entries(cap: float) -> dict[str, Callable[[nn.Module], Entry]]:
     made: dict[str, Callable[[nn.Module], Entry]] = {
         ALONE: Alone,
         "DDP + AdamW": Plain,
-        REFERENCE: lambda model: Plain(model, fused=True, as_view=True),
+        REFERENCES["adamw"]: lambda model: Plain(model, fused=True, as_view=True),
         f"DDP + fused AdamW, {cap:g} MB": lambda model: Plain(model, fused=True, as_view=True, cap=cap),
         "torch ZeRO": TorchZero,
         "torch ZeRO, views, fused": lambda model: TorchZero(model, fused=True, as_view=True),

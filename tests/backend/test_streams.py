@@ -30,6 +30,7 @@ from support.stream_programs import (
     precisions,
     refused,
     scaled,
+    several,
     train_fsdp2,
     train_transformer,
     with_unused,
@@ -85,6 +86,23 @@ def test_all_schedules_and_gathers_are_right_and_ordered(adapter: str) -> None:
 
 def test_gradients_that_are_freed_are_freed_in_order() -> None:
     _all_ways_are_right("sim", 2, DELAYS, shard_gradients=True)
+
+
+@pytest.mark.parametrize(("num_ranks", "adapter"), [(2, "sim"), (2, "cuda_nccl"), (3, "sim")])
+def test_two_optimizers_are_right_and_send_no_padding(num_ranks: int, adapter: str) -> None:
+    name, backend, make = ADAPTERS[adapter]
+    for options in (
+        {"schedule": "interleaved", "gather": "lazy"},
+        {"schedule": "after_backward", "shard_gradients": True},
+        {"schedule": "on_step", "gather": "lazy", "shard_gradients": True},
+    ):
+        for (to_cpu, to_synchronous, sent), late in run_ranks(
+            num_ranks, on_device, partial(several, make, **options), name=name, collectives=backend
+        ):
+            assert late == []
+            assert to_synchronous == 0
+            assert to_cpu <= (1e-6 if num_ranks == 2 else 1e-3), (options, to_cpu)  # Muon computes in bfloat16
+            assert sent <= 1.1, (options, sent)
 
 
 @pytest.mark.soak

@@ -536,6 +536,17 @@ class CountsNoBytes(CpuGlooAdapter):
         return pending
 
 
+@caught_by("BYTES-2")
+class SendsAllAsLongAsTheLongest(CpuGlooAdapter):
+    """Pads parts of very different length, and says so."""
+
+    def all_gather(self, parts: Parts, **options: Any) -> Pending:
+        pending = super().all_gather(parts, **options)
+        if 2 * parts.nbytes < parts.longest_nbytes * len(parts.tensors) or not all(p.numel() for p in parts.tensors):
+            pending.sent_bytes = parts.longest_nbytes * (len(parts.tensors) - 1)
+        return pending
+
+
 @caught_by("CAP-1")
 class BoastsOfItsFutures(CpuGlooAdapter):
     capabilities = _declaring(futures_complete_at_enqueue=True)

@@ -124,6 +124,55 @@ def both_modes(**options: Any) -> tuple[list[Tensor], list[Tensor]]:
     return results[0], results[1]
 
 
+def several(make: Callable[[], zerolap.Adapter], **options: Any) -> tuple[float, float, float]:
+    """Muon for matrices and AdamW for the rest: to the CPU's DDP, to synchronous mode, and the bytes sent by what must be."""
+    group = device_group()
+    expected, _ = _train_two(torch.device("cpu"), group, None)
+    zerolap_sim.configure(synchronous=False)
+    ours, sent = _train_two(sim_device(), group, make, **options)
+    torch.accelerator.synchronize()
+    reports = zerolap_sim.take_reports()
+    assert not reports, reports[0]
+    zerolap_sim.configure(synchronous=True)
+    in_order, _ = _train_two(sim_device(), group, make, **options)
+    return largest_difference(ours, expected), largest_difference(ours, in_order), sent
+
+
+def _train_two(
+    device: torch.device, group: dist.ProcessGroup, make: Callable[[], zerolap.Adapter] | None, **options: Any
+) -> tuple[list[Tensor], float]:
+    ddp = DDP(small_model().to(device), process_group=group, bucket_cap_mb=0.02)
+    matrices = [param for param in ddp.parameters() if param.ndim == 2]
+    others = [param for param in ddp.parameters() if param.ndim != 2]
+    parts: list[tuple[list[nn.Parameter], Any, Any]] = [
+        (matrices, torch.optim.Muon, {"lr": 0.02}),
+        (others, torch.optim.AdamW, {"lr": 0.01, "fused": False}),
+    ]
+    optimizers: list[Any]
+    share = 0.0
+    if make is None:
+        optimizers = [cls(params, **defaults) for params, cls, defaults in parts]
+    else:
+        optimizers = [
+            zerolap.ZeroRedundancyOptimizer(params, cls, process_group=group, overlap_with_ddp=True, **defaults)
+            for params, cls, defaults in parts
+        ]
+        handle = zerolap.attach(ddp, optimizers, adapter=make(), **options)
+    for step in range(5):
+        x, y = small_batch(step, device)
+        nn.functional.cross_entropy(ddp(x), y).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    if make is not None:
+        num_ranks, num_bytes = group.size(), sum(param.nbytes for param in ddp.parameters())
+        sent = torch.tensor([float(handle.stats().sent_bytes)], dtype=torch.float64)
+        dist.all_reduce(sent)
+        share = sent.item() / num_ranks / handle.stats().num_updates / (2 * num_bytes * (num_ranks - 1) / num_ranks)
+        handle.detach()
+    return [param.detach().cpu().clone() for param in ddp.module.parameters()], share
+
+
 def precisions(make: Callable[[], zerolap.Adapter], schedule: str, gather: str) -> float:
     """Master weights, and other dtypes on the wire: asynchronous against synchronous, the worst of all."""
     worst = 0.0

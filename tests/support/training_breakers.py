@@ -139,6 +139,32 @@ class TakesUnevenForAlmostEven(CpuGlooAdapter):
         return Later(pending, lambda: into[room:].zero_())
 
 
+@caught_by("OVL-16", but_not_by=USUAL)
+class TakesTwoGathersForOne(CpuGlooAdapter):
+    """Believes that memory right behind what is being gathered belongs to it, and leaves it."""
+
+    _end = 0
+
+    def all_gather(self, parts: Parts, *, group: dist.ProcessGroup, **options: Any) -> Pending:
+        pending = super().all_gather(parts, group=group, **options)
+        whole = parts.whole
+        if whole is None or not whole.numel():
+            return pending
+        is_behind, self._end = whole.data_ptr() == self._end, whole.data_ptr() + whole.nbytes
+        return Later(pending, _kept(parts, group.rank())) if is_behind else pending
+
+
+@caught_by("OVL-17", but_not_by=USUAL)
+class SendsByWayOfTheFirst(CpuGlooAdapter):
+    """The first rank sends the parts of all, which others have given to it by some other way, if some parts are empty."""
+
+    def all_gather(self, parts: Parts, *, group: dist.ProcessGroup, **options: Any) -> Pending:
+        pending = super().all_gather(parts, group=group, **options)
+        if not all(part.numel() for part in parts.tensors):
+            pending.sent_bytes = parts.nbytes * (group.size() - 1) if group.rank() == 0 else 0
+        return pending
+
+
 @caught_by("OVL-8", but_not_by=USUAL)
 class VotesBeforeAGatherIsOver(CpuGlooAdapter):
     """An all-reduce started while its group gathers reduces nothing."""

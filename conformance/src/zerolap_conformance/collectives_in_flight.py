@@ -172,6 +172,31 @@ def counts_bytes(adapter: Adapter) -> None:
 
 
 @requirement(
+    "BYTES-2",
+    "Parts of very different length cost little more than what must be sent: over all ranks at most 1.1 of it.",
+    tier=2,
+)
+def pads_little(adapter: Adapter) -> None:
+    group, device = own_group(adapter), device_of(adapter)
+    size = group.size()
+    for longest in range(size):
+        sizes = [9000 if rank == longest else 10 * (rank % 2) for rank in range(size)]
+        parts = zerolap.Parts.of(list(torch.split(torch.zeros(sum(sizes), device=device), sizes)))
+        into = torch.zeros(sizes[group.rank()], device=device)
+        least = 4 * sum(sizes) * (size - 1)
+        for what, pending in (
+            ("reduce-scatter", adapter.reduce_scatter(parts, into=into, group=group, tag=0, what="sum")),
+            ("all-gather", adapter.all_gather(parts, group=group, tag=1, what="gather")),
+        ):
+            pending.wait()
+            sent = torch.tensor([pending.sent_bytes])
+            dist.all_reduce(sent)
+            assert sent.item() <= 1.1 * least, (
+                f"{what} of parts {sizes}: at least {least} bytes are sent by all ranks, they say {sent.item()}"
+            )
+
+
+@requirement(
     "CAP-1",
     "With `futures_complete_at_enqueue` a collective's future is done before its peers have come; without, it is not.",
     tier=2,

@@ -297,3 +297,73 @@ class _Large(Model):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise((31, 1537, 389, 1021, 31)))
+
+
+@requirement(
+    "OVL-16",
+    "Two optimizers of one model, of which one needs whole parameters, give the numbers of DDP + the plain ones.",
+    tier=3,
+)
+def takes_several_optimizers(adapter: Adapter) -> None:
+    for options in (
+        {"schedule": "interleaved", "gather": "lazy"},
+        {"schedule": "after_backward", "shard_gradients": True},
+        {"schedule": "on_step", "gather": "lazy"},
+    ):
+        _compare_two(adapter, **options)
+
+
+def _compare_two(adapter: Adapter, **options: Any) -> zerolap.Handle:
+    """Matrices by one class and the rest by another, beside DDP + the plain ones."""
+    device = device_of(adapter)
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(DistributedDataParallel(Model().to(device), bucket_cap_mb=2 * BUCKET_MB))
+    oracle, ours = models
+    oracle.register_comm_hook(None, allreduce_hook)
+    plain: list[Any] = []
+    sharded: list[Any] = []
+    for number, (cls, how) in enumerate(((_NotElementwise, SGD), (torch.optim.AdamW, ADAMW))):
+        theirs, mine = ([p for p in model.parameters() if (p.ndim == 2) == (number == 0)] for model in models)
+        plain.append(cls(theirs, **how))
+        sharded.append(zerolap.ZeroRedundancyOptimizer(mine, cls, overlap_with_ddp=True, **how))
+    handle = zerolap.attach(ours, sharded, adapter=adapter, **options)
+    for step in range(NUM_STEPS):
+        x = torch.randn(4, 31, generator=torch.Generator().manual_seed(100 * step + dist.get_rank())).to(device)
+        for model, optimizers in ((oracle, plain), (ours, sharded)):
+            model(x).square().sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        for (name, a), b in zip(ours.module.named_parameters(), oracle.module.parameters(), strict=True):
+            expect_close(a, b, f"{options}, step {step}, {name}", tolerance=_tolerance())
+    return handle
+
+
+@requirement(
+    "OVL-17",
+    "Of parameters that stay whole no rank keeps, or sends, much more than the others.",
+    tier=3,
+    min_ranks=2,
+)
+def shares_whole_parameters_evenly(adapter: Adapter) -> list[str]:
+    device, num_ranks = device_of(adapter), dist.get_world_size()
+    torch.manual_seed(0)
+    layers = [nn.Linear(32, 32, bias=False) for _ in range(4 * num_ranks)]
+    ddp = DistributedDataParallel(nn.Sequential(*layers).to(device), bucket_cap_mb=BUCKET_MB)
+    zero = zerolap.ZeroRedundancyOptimizer(ddp.parameters(), _NotElementwise, overlap_with_ddp=True, **SGD)
+    handle = zerolap.attach(ddp, zero, adapter=adapter)
+    for _ in range(4):
+        ddp(torch.ones(2, 32, device=device)).sum().backward()
+        zero.step()
+        zero.zero_grad()
+    stats = handle.stats()
+    held = torch.tensor([stats.state_bytes, stats.sent_bytes], dtype=torch.int64)
+    most = held.clone()
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    dist.all_reduce(held)
+    state, sent = (most * num_ranks / held).tolist()
+    expect_close(torch.tensor(state), torch.tensor(1.0), "the state of the busiest rank, by the mean", tolerance=0.05)
+    assert sent <= 1.3, f"the rank that sends most sends {sent:.2f} of the mean"
+    return [f"busiest rank: {state:.2f} of the mean in state, {sent:.2f} in bytes sent"]
