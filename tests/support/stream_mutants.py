@@ -197,12 +197,11 @@ class GathersBeforeTheStep(Mutant):
     """Starts sending a bucket's parameters in the wrong order: before they are updated."""
 
     def step(self: Any) -> None:
-        if self.update.options is None:
-            self.update.begin()
+        self.update.begin()
         START_GATHER(self)
         if self.shard is not None and self.reduced is not None:
             self.shard.set_grads(self.reduced, self.agreed)
-            self.update.step(self.shard.local)
+            self.update.step(self.shard)
 
     def start_gather(self: Any) -> None:
         pass

@@ -22,12 +22,13 @@ from zerolap._torch import (
     rebucket,
     store_of,
 )
-from zerolap.api.optimizer import ZeroRedundancyOptimizer, noting_updates
+from zerolap.api.optimizer import ZeroRedundancyOptimizer
 from zerolap.api.preflight import check_kinds, meeting_group
 from zerolap.backend.base import Adapter
 from zerolap.backend.order_check import debug_modes, with_checked_order
 from zerolap.backend.registry import resolve_adapter
 from zerolap.runtime.books import Books
+from zerolap.runtime.bucket import Update
 from zerolap.runtime.common import Common, Hook
 from zerolap.runtime.engine import DDPHook, Engine, agreement_of
 from zerolap.runtime.exchange_strategies import ExchangeStrategy
@@ -37,7 +38,6 @@ from zerolap.runtime.optimizer_description import compare_between_ranks
 from zerolap.runtime.optimizer_facts import refuse_immovable
 from zerolap.runtime.peers import all_gather_json, forget_keys, refuse_together
 from zerolap.runtime.probe import Probe
-from zerolap.runtime.update import Update
 from zerolap.schedule.machine import Agreement, Gather, Machine, Schedule
 
 T = TypeVar("T")
@@ -67,11 +67,7 @@ def connect_ranks(
 
     def check() -> Adapter:
         nonlocal modes, wanted
-        if not zeros:
-            raise ValueError("there must be at least one optimizer, got an empty list")
-        for zero in zeros:
-            check_kinds(ddp, zero, expected=ZeroRedundancyOptimizer)
-            _check_unused(zero)
+        _check_unused(ddp, zeros)
         modes = debug_modes()
         found = resolve_adapter(adapter, device_type=zeros[0]._default_device.type)
         found.check_group(zeros[0].process_group)
@@ -161,19 +157,23 @@ def start_engine(
         strategy=strategy,
         machine=Machine(schedule, gather=gather, agreement=agreement),
         update=Update(books),
-        on_update=noting_updates(zeros),
+        on_update=[weakref.WeakMethod(zero._note_update) for zero in zeros],
     )
     if memory is not None:
         undo.callback(weakref.finalize(engine, memory.close))
+    _give_engine(engine, zeros, undo)
+    return engine
+
+
+def _give_engine(engine: Engine, zeros: Sequence[ZeroRedundancyOptimizer], undo: ExitStack) -> None:
     for number, zero in enumerate(zeros):
         zero._engine, zero._number = engine, number
         undo.callback(setattr, zero, "_engine", None)
     undo.callback(engine.dispose)
-    if books.rank == 0:
+    if engine.books.rank == 0:
         prefix = engine.run_name.rpartition("-")[0]
         forget = weakref.finalize(engine, forget_keys, store_of(zeros[0].process_group), prefix)
         forget.atexit = False
-    return engine
 
 
 def hook_of(ddp: DistributedDataParallel) -> DDPHook | None:
@@ -202,11 +202,15 @@ def shard_gradients_of(ddp: DistributedDataParallel, undo: ExitStack) -> None:
     undo.callback(rebucket, ddp, cap=cap, first_cap=first_cap)
 
 
-def _check_unused(zero: ZeroRedundancyOptimizer) -> None:
-    if not zero._overlap_with_ddp:
-        raise ValueError("construct ZeroRedundancyOptimizer with overlap_with_ddp=True to overlap it with DDP")
-    if zero._engine is not None:
-        raise ValueError("a hook was already made for this optimizer; one optimizer overlaps with one DDP")
+def _check_unused(ddp: DistributedDataParallel, zeros: Sequence[ZeroRedundancyOptimizer]) -> None:
+    if not zeros:
+        raise ValueError("there must be at least one optimizer, got an empty list")
+    for zero in zeros:
+        check_kinds(ddp, zero, expected=ZeroRedundancyOptimizer)
+        if not zero._overlap_with_ddp:
+            raise ValueError("construct ZeroRedundancyOptimizer with overlap_with_ddp=True to overlap it with DDP")
+        if zero._engine is not None:
+            raise ValueError("a hook was already made for this optimizer; one optimizer overlaps with one DDP")
 
 
 def _check(ddp: DistributedDataParallel, zeros: Sequence[ZeroRedundancyOptimizer]) -> None:

@@ -22,8 +22,12 @@ class GradScaler(torch.amp.GradScaler):
         if gradients is not None and not gradients.is_unscaled:
             self.unscale_(optimizer)
         result = super().step(optimizer, *args, **kwargs)
-        if gradients is not None and isinstance(optimizer, ZeroRedundancyOptimizer):
-            optimizer._leave_out_step()  # where gradients were not finite, and no step has used them
+        if gradients is not None:
+            assert isinstance(optimizer, ZeroRedundancyOptimizer)
+            assert optimizer._engine is not None
+            optimizer._engine.step_left_out(
+                optimizer._number
+            )  # if gradients were not finite, and no step has used them
         return result
 
     def _unscale_grads_(

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from zerolap._logging import logger_of
 from zerolap._public import public
 from zerolap._torch import STEP_CALLED, foreach_zero_, join_config_of
+from zerolap.api.modes import WithModes
 from zerolap.api.optimizer_arguments import as_groups, check_optimizer_class, check_params, tensors_of
 from zerolap.api.preflight import called_together, meeting_group
 from zerolap.errors import forked
@@ -24,7 +25,7 @@ from zerolap.runtime import optimizer_state
 from zerolap.runtime.optimizer_description import compare_between_ranks
 from zerolap.runtime.optimizer_facts import refuse_inseparable
 from zerolap.runtime.param_broadcast import ParamBroadcast
-from zerolap.runtime.param_groups import ExposedGroup, Options, ParamGroup, options_of
+from zerolap.runtime.param_groups import Options, ParamGroup, exposed, options_of
 from zerolap.runtime.peers import refuse_together
 from zerolap.runtime.shard_optimizer import ShardBook
 from zerolap.runtime.state_pieces import State
@@ -49,7 +50,7 @@ class _StepJoinHook(JoinHook):
 
 
 @public
-class ZeroRedundancyOptimizer(Optimizer, Joinable):
+class ZeroRedundancyOptimizer(WithModes, Optimizer, Joinable):
     """Any ``torch.optim`` class with its state sharded over the ranks of ``process_group``.
 
     Every rank keeps the state of its own shard only, updates that, and receives the others. The result is that of the plain optimizer
@@ -122,7 +123,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Join.notify_join_context(self)
         self._is_untouched = False
         (local,) = self._book.locals
-        local.take_options([options_of(group) for group in self.param_groups])
+        local.take_options(self._book.options())
         optimizer = local.optimizer
         loss = optimizer.step(**kwargs) if closure is None else optimizer.step(closure=closure, **kwargs)
         self._expose_options()
@@ -284,14 +285,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _reduced_gradients(self, purpose: str) -> ReducedGradients:
         return _hooked_engine(self).gradients.of(self._number).usable_for(purpose)
 
-    def _leave_out_step(self) -> None:
-        """A loss scaler may have left this step out: then those that were attached with this optimizer need not wait for it."""
-        engine = _hooked_engine(self)
-        engine.step_left_out(self._number)
+    def _note_update(self) -> None:
+        """An engine has made one."""
+        self._is_untouched = False
+        vars(self)[STEP_CALLED] = True  # or LR schedulers would warn; backward was this optimizer's step
 
     def _expose_options(self) -> None:
-        for exposed, options in zip(self.param_groups, self._book.locals[0].options(), strict=True):
-            exposed.update(options)
+        for group, options in zip(self.param_groups, self._book.locals[0].options(), strict=True):
+            group.update(options)
 
     def _compare_with_other_ranks(self) -> None:
         """ValueError on all ranks if class, options or parameters are not the same everywhere."""
@@ -356,9 +357,7 @@ def _expose_groups(zero: ZeroRedundancyOptimizer) -> None:
         if (optimizer := weak()) is not None:
             optimizer._wait_for_params()
 
-    for place, group in enumerate(zero.param_groups):
-        if not isinstance(group, ExposedGroup):
-            zero.param_groups[place] = ExposedGroup(group, wait)
+    zero.param_groups[:] = exposed(zero.param_groups, wait)
 
 
 def _step_under_overlap(
@@ -390,17 +389,3 @@ def _hooked_engine(zero: ZeroRedundancyOptimizer) -> Engine:
             "ddp.register_comm_hook(state, zerolap.hook_with_zero_step(hook, ddp, optimizer)), before training"
         )
     return zero._engine
-
-
-def noting_updates(zeros: Sequence[ZeroRedundancyOptimizer]) -> Callable[[], None]:
-    """What an engine calls after an update. It does not keep the optimizers, which keep the engine."""
-    weak = [weakref.ref(zero) for zero in zeros]
-
-    def note() -> None:
-        for each in weak:
-            optimizer = each()
-            if optimizer is not None:
-                optimizer._is_untouched = False
-                vars(optimizer)[STEP_CALLED] = True  # or LR schedulers would warn; backward was this optimizer's step
-
-    return note

@@ -1,4 +1,4 @@
-"""The books of several optimizers on one DDP, as one. Who owns what is decided elsewhere."""
+"""Several optimizers on one DDP: their books as one, and which of them were told to step. Who owns what is decided elsewhere."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from zerolap.errors import ZerolapError
 from zerolap.runtime.param_groups import ParamGroup
 from zerolap.runtime.shard_optimizer import LocalOptimizer, ShardBook
 from zerolap.schedule.ownership import Piece
@@ -70,3 +71,30 @@ class Books:
             for piece, tensor in tensors.items()
             if self.number_of(piece.param) == number
         }
+
+
+class StepCalls(dict[int, bool]):
+    """Which optimizers were told to step since backward, by number, and whether their step is left out. Several on one DDP make their
+    update together, when the last one is told."""
+
+    def __init__(self, num_optimizers: int) -> None:
+        super().__init__()
+        self._num_optimizers = num_optimizers
+
+    @property
+    def are_all(self) -> bool:
+        return len(self) == self._num_optimizers
+
+    def take(self) -> list[bool]:
+        """Which of all optimizers are left out; then none was told to step."""
+        left_out = [self[number] for number in range(self._num_optimizers)]
+        self.clear()
+        return left_out
+
+    def refuse_some(self) -> None:
+        """ZerolapError that some optimizers were told to step after the last backward, and others were not."""
+        missing = [number for number in range(self._num_optimizers) if number not in self]
+        raise ZerolapError(
+            f"after the last backward step() was called on optimizers {sorted(self)} of those that were attached together, and not "
+            f"on {missing}: they update together. Call step() on all of them or on none"
+        )

@@ -88,11 +88,11 @@ class GradientWatch:
             for each in self._gradients
         ]
 
-    def refuse_changes(self, schedule: Schedule, is_asked_for: Callable[[int], bool]) -> None:
-        """RuntimeError if any that is asked for, by its place, was changed since they were noted. Asked once; updates inside backward are
-        done, so that all may be cleared then."""
+    def refuse_changes(self, schedule: Schedule, number: int, num_optimizers: int) -> None:
+        """RuntimeError if any of an optimizer's was changed since they were noted. Asked once; updates inside backward are done, so that
+        all may be cleared then."""
         is_on_step = schedule is Schedule.ON_STEP
-        change = self._find_change(is_asked_for, may_be_cleared=not is_on_step)
+        change = self._find_change(number, num_optimizers, may_be_cleared=not is_on_step)
         if change is not None:
             raise RuntimeError(
                 f"gradients were changed between backward and step(), which has no effect here: {change}. "
@@ -105,13 +105,13 @@ class GradientWatch:
                 )
             )
 
-    def _find_change(self, is_asked_for: Callable[[int], bool], *, may_be_cleared: bool) -> str | None:
+    def _find_change(self, number: int, num_optimizers: int, *, may_be_cleared: bool) -> str | None:
         """What has changed since it was noted, in words; None if nothing has, or if all were cleared and may be."""
         changed, asked = [], []
-        for number, (each, noted) in enumerate(zip(self._gradients, self.noted, strict=False)):
-            if noted is None or not is_asked_for(each.place):
+        for at, (each, noted) in enumerate(zip(self._gradients, self.noted, strict=False)):
+            if noted is None or each.place % num_optimizers != number:
                 continue
-            (memory, version), self.noted[number] = noted, None
+            (memory, version), self.noted[at] = noted, None
             asked.append(each)
             grad = each.param.grad
             if (memory, version) != ((0, 0) if grad is None else (grad.data_ptr(), version_of(grad))):
@@ -121,7 +121,7 @@ class GradientWatch:
         found = ((each, _change_of(each, memory)) for each, memory in changed)
         return next(
             (
-                f"that of parameter {each.place}, of shape {tuple(each.param.shape)}, was {how}"
+                f"that of parameter {each.place // num_optimizers}, of shape {tuple(each.param.shape)}, was {how}"
                 for each, how in found
                 if how
             ),

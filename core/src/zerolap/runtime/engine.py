@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -24,8 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 from zerolap._torch import GradBucket, current_graph_task_id, is_profiling, join_config_of
 from zerolap.backend.lanes import Pending, forget_frames
 from zerolap.errors import CollectiveError, IllegalEventError, ZerolapError
-from zerolap.runtime.books import Books
-from zerolap.runtime.bucket import Bucket
+from zerolap.runtime.books import Books, StepCalls
+from zerolap.runtime.bucket import Bucket, Update
 from zerolap.runtime.checks import BackwardEnd, Rereads, Thawed, refuse_join
 from zerolap.runtime.common import Common, Observer
 from zerolap.runtime.exchange_strategies import ExchangeStrategy
@@ -34,11 +34,8 @@ from zerolap.runtime.migration import migrate
 from zerolap.runtime.probe import IN_STEP, MOST_UPDATES, Times
 from zerolap.runtime.recording import Recording
 from zerolap.runtime.reduced_gradients import ReducedGradients
-from zerolap.runtime.update import StepCalls, Update
 from zerolap.schedule.machine import AT_ONCE, Action, Agreement, Gather, Machine, Phase, Schedule, Verb
 from zerolap.schedule.ownership import early_buckets
-
-T = TypeVar("T")
 
 
 class Engine:
@@ -53,7 +50,7 @@ class Engine:
         strategy: ExchangeStrategy,
         machine: Machine,
         update: Update,
-        on_update: Callable[[], None],
+        on_update: Sequence[Callable[[], Callable[[], None] | None]],
     ) -> None:
         self.books, self.common = books, common
         self.strategy = strategy
@@ -114,23 +111,20 @@ class Engine:
             self._end.free_gradients()
             self.common.raise_failure()
         elif not is_last:
-            self._limit_memory(self.at_hand[index])
+            _limit_memory(self, self.at_hand[index])
         return future
 
     def step_called(self, number: int = 0) -> None:
         """The user called step() of an optimizer. The last of them makes the update on_step; else it is made."""
         self.raise_if_failed()
         self.probe.num_steps += 1
-        machine, actions = self.machine, None
+        machine = self.machine
         try:
-            if machine.schedule is not Schedule.ON_STEP:
-                actions = machine.step_called()
-            self._end.gradients.refuse_changes(machine.schedule, lambda place: self.books.number_of(place) == number)
-            if machine.phase is Phase.REDUCED:
-                self._calls.note(number, self.update.of[number], is_left_out=self.gradients.of(number).are_dropped)
-                self._update_when_all_called()
-            elif actions is None:
+            if machine.phase is not Phase.REDUCED:
                 machine.step_called()
+            self._end.gradients.refuse_changes(machine.schedule, number, self.books.num_optimizers)
+            if machine.phase is Phase.REDUCED:
+                self._note_step(number, is_left_out=self.gradients.of(number).are_dropped)
         except IllegalEventError as error:
             self._fail(error, "step() after a backward that did not finish")
             self.common.raise_failure()
@@ -138,10 +132,12 @@ class Engine:
     def step_left_out(self, number: int) -> None:
         """Gradients of an optimizer were not finite, and a loss scaler may have left its step() out."""
         if self.machine.phase is Phase.REDUCED and number not in self._calls:
-            self._calls.note(number, self.update.of[number], is_left_out=True)
-            self._update_when_all_called()
+            self._note_step(number, is_left_out=True)
 
-    def _update_when_all_called(self) -> None:
+    def _note_step(self, number: int, *, is_left_out: bool) -> None:
+        if number not in self._calls:
+            self._calls[number] = is_left_out
+            self.update.of[number].begin()  # with its options as they are now
         if not self._calls.are_all:
             return
         left_out = self._calls.take()
@@ -198,7 +194,8 @@ class Engine:
             raise ZerolapError("DDP's static_graph was changed after the hook was made; set it before")
         if join_config_of(ddp).enable:
             refuse_join(self.machine.schedule, self.common.adapter.capabilities, is_tuning=self.is_tuning)
-        self._calls.refuse_some()
+        if self._calls:
+            self._calls.refuse_some()
         self.at_hand.clear()  # of what a step() that was left out has left behind
         self.update.forget()  # and of that
         probe = self.probe
@@ -236,15 +233,6 @@ class Engine:
                 self.strategy.assign(self._recording.buckets)
                 self._thawed.watch(self._recording.outside())
                 self._rereads.layout_changed()
-
-    def _limit_memory(self, bucket: Bucket) -> None:
-        """Wait before more gradients come, if many are not reduced yet; not where other ranks may need those to get on."""
-        memory, ddp = self.common.gradient_memory, self._ddp()
-        try:
-            if memory is not None and bucket.freed is not None and not join_config_of(ddp).enable:
-                memory.make_room_behind(bucket.freed.whole)
-        except CollectiveError as error:
-            self._fail(error, f"bucket {bucket.index}")
 
     def _compare_layouts(self, given: GradBucket) -> tuple[Action, ...]:
         """All buckets of a backward were recorded: is it the layout that owners were assigned for?"""
@@ -285,19 +273,6 @@ class Engine:
             return _for_views(bucket, self.common.gradient_memory)
         return bucket.buffer if gradients is None else gradients
 
-    def _migrate(self) -> None:
-        self._finish_gathers()
-        left = [each for each in self.installed if each.freed and each.freed.is_unused and each not in self.at_hand]
-        for bucket in self.installed:
-            bucket.uninstall()
-        self.installed[:] = self.at_hand
-        older = [each.last for each in self.update.of]
-        migrate(self.books, self.installed, common=self.common, strategy=self.strategy, older=older)
-        self.bucket_of.clear()
-        self.bucket_of.update((param, bucket) for bucket in self.installed for param in bucket.params)
-        if left:
-            self.gradients.carry_over(left, self.bucket_of)
-
     def _finish_gathers(self) -> None:
         for bucket in self.installed:
             bucket.wait(is_lane=True)
@@ -309,13 +284,38 @@ class Engine:
         while self.at_hand:
             self.at_hand.pop().reduced = None  # which may be memory of a hook's own
         self.probe.num_updates += 1
-        self._on_update()
+        for note in filter(None, (each() for each in self._on_update)):  # of optimizers that are alive
+            note()
+
+
+def _limit_memory(engine: Engine, bucket: Bucket) -> None:
+    """Wait before more gradients come, if many are not reduced yet; not where other ranks may need those to get on."""
+    memory, ddp = engine.common.gradient_memory, engine._ddp()
+    try:
+        if memory is not None and bucket.freed is not None and not join_config_of(ddp).enable:
+            memory.make_room_behind(bucket.freed.whole)
+    except CollectiveError as error:
+        engine._fail(error, f"bucket {bucket.index}")
+
+
+def _migrate(engine: Engine) -> None:
+    engine._finish_gathers()
+    left = [each for each in engine.installed if each.freed and each.freed.is_unused and each not in engine.at_hand]
+    for bucket in engine.installed:
+        bucket.uninstall()
+    engine.installed[:] = engine.at_hand
+    older = [each.last for each in engine.update.of]
+    migrate(engine.books, engine.installed, common=engine.common, strategy=engine.strategy, older=older)
+    engine.bucket_of.clear()
+    engine.bucket_of.update((param, bucket) for bucket in engine.installed for param in bucket.params)
+    if left:
+        engine.gradients.carry_over(left, engine.bucket_of)
 
 
 # Every verb that is not done at once: of a bucket, or of all of them.
 _DO: dict[Verb, Callable[[Any], None]] = {
     Verb.FINISH_REDUCE: Bucket.finish_reduce,
-    Verb.MIGRATE: Engine._migrate,
+    Verb.MIGRATE: _migrate,
     Verb.AGREE: Bucket.agree,
     Verb.STEP: Bucket.step,
     Verb.GATHER: Bucket.start_gather,

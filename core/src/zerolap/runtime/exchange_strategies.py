@@ -155,13 +155,13 @@ class ReduceScatter:
             def scatter() -> Pending:
                 memory = buffer.to(into.dtype)
                 return start(_cutting(memory * mean if is_scaled_before else memory, runs)())
+
+            bucket.scatter = scatter
+        elif all(len(of_rank) < 2 for of_rank in runs):
+            bucket.scatter = partial(start, _cutting(buffer, runs)())
         else:
             cut = _cutting(buffer, runs)
-
-            def scatter() -> Pending:
-                return start(cut())
-
-        bucket.scatter = scatter
+            bucket.scatter = lambda: start(cut())
 
     def assign(self, buckets: Sequence[Bucket]) -> None:
         """Each bucket's owners are known since it was prepared."""

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zerolap._logging import logger_of
+from zerolap.runtime.modes import begin_training
 from zerolap.runtime.param_groups import Options, ParamGroup, options_of, params_of
 from zerolap.runtime.shard_optimizer import LocalOptimizer, stand_in_for
 from zerolap.runtime.state_pieces import by_param
@@ -157,6 +158,7 @@ class _Trial:
             self.tensors.append(tensor)
             groups[sample.group]["params"][sample.piece] = tensor
         self.local = LocalOptimizer(factory, groups, None, False)
+        begin_training(self.local.optimizer)
 
     def run(self, num_steps: int, *, after: int = 0) -> _Trial:
         for step in range(after, after + num_steps):

@@ -5,7 +5,7 @@ Learning rates and other options are read and set at every step, by schedulers a
 
 from __future__ import annotations
 
-from collections.abc import Callable, ItemsView, Iterator, Mapping, ValuesView
+from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence, ValuesView
 from typing import Any
 
 from torch import Tensor
@@ -89,3 +89,8 @@ class ExposedGroup(ParamGroup):
     def __repr__(self) -> str:
         self._wait()
         return super().__repr__()
+
+
+def exposed(groups: Sequence[ParamGroup], wait: Callable[[], None]) -> list[ParamGroup]:
+    """Groups as users have them, which call ``wait`` before they hand out parameters."""
+    return [group if isinstance(group, ExposedGroup) else ExposedGroup(group, wait) for group in groups]

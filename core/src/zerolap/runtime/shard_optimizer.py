@@ -83,6 +83,11 @@ class LocalOptimizer:
                 step()
             finally:
                 del optimizer.grad_scale, optimizer.found_inf
+        self.round_to_params()
+
+    @torch.no_grad()
+    def round_to_params(self) -> None:
+        """Write masters to the parameters, if there are any."""
         if self._params is not None:
             foreach_copy_(self._param_list(), list(self._tensors.values()))
 
@@ -274,6 +279,10 @@ class ShardBook:
     @property
     def params(self) -> list[Tensor]:
         return [param for group in self.groups for param in params_of(group)]
+
+    def options(self) -> list[Options]:
+        """As the user has them."""
+        return [options_of(group) for group in self.groups]
 
     def _greedy(self) -> dict[int, GroupRank]:
         sizes = [[param.numel() for param in params_of(group)] for group in self.groups]
