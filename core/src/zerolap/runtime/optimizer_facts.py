@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise, zip_longest
 from typing import Any
@@ -48,6 +48,7 @@ _SEPARABLE = _ELEMENTWISE | {getattr(torch.optim, name) for name in ("Adafactor"
 _NUM_FUSED_STEPS = 4
 _NUM_STEPS = 20  # some classes begin with steps of another kind, or find their pace only slowly
 _NUM_SAMPLES = 8
+_FAST = 1.0  # a learning rate at which everything moves
 _MOST_ELEMENTS = 2**16  # of a sample; a larger parameter is represented by a part of it
 _LONGEST_SIDE = 128  # of such a part: classes that factor or quantise their states do so from about this size on
 
@@ -216,7 +217,6 @@ def refuse_inseparable(factory: Factory, groups: Sequence[ParamGroup]) -> None:
     samples = _samples(groups, in_full_precision=True)
     if len(samples) < 2:
         return
-    difference = 0.0
     with _unnoticed(samples[0].param.device):
         try:
             together = _Trial(factory, options, samples).run(1)
@@ -228,19 +228,48 @@ def refuse_inseparable(factory: Factory, groups: Sequence[ParamGroup]) -> None:
                 error,
             )
             return
-        halves = [_Trial(factory, options, samples[i::2]).run(1) for i in range(2)]
-        for step in range(1, _NUM_STEPS):
-            for trial in (together, *halves):
-                trial.run(1, after=step)
-            apart = [halves[i % 2].tensors[i // 2] for i in range(len(samples))]
-            difference = max(difference, _difference(samples, together.tensors, apart))
+        difference, number = _apart(factory, options, samples, together)
+        if number is None and all("lr" in each for each in options):
+            # What a class estimates over all parameters may not show at a low rate in so few steps.
+            fast = [{**each, "lr": _FAST} for each in options]
+            with suppress(Exception):  # it is only tried
+                _, number = _apart(factory, fast, samples, _Trial(factory, fast, samples).run(1))
     if difference > _tolerance(samples):
         raise ValueError(
             f"{kind.__name__} cannot be sharded: its update of one parameter depends on others, which another rank may own. Small "
             f"tensors stepped apart were up to {difference:.0%} of their way from where they are together. Use it without "
             "ZeroRedundancyOptimizer, or use a class that updates every parameter by itself"
         )
+    if number is not None:
+        raise ValueError(
+            f"{kind.__name__} cannot be sharded: it keeps a number over all of its parameters, {number}, which comes out otherwise where they "
+            "are stepped apart. Use it without ZeroRedundancyOptimizer, or use a class that updates every parameter by itself"
+        )
     logger.info("%s, tried on small tensors: every parameter is updated by itself", kind.__name__)
+
+
+def _apart(
+    factory: Factory, options: Sequence[Options], samples: Sequence[_Sample], together: _Trial
+) -> tuple[float, str | None]:
+    """How far samples that are stepped in two halves are from where they are together, and a number of the groups that differs."""
+    halves = [_Trial(factory, options, samples[i::2]).run(1) for i in range(2)]
+    difference = 0.0
+    for step in range(1, _NUM_STEPS):
+        for trial in (together, *halves):
+            trial.run(1, after=step)
+        apart = [halves[i % 2].tensors[i // 2] for i in range(len(samples))]
+        difference = max(difference, _difference(samples, together.tensors, apart))
+    return difference, next((found for half in halves if (found := _other_number(together, half))), None)
+
+
+def _other_number(one: _Trial, other: _Trial) -> str | None:
+    """The name of a number in the param groups that two optimizers have made of the same options, and that differs."""
+    for mine, theirs in zip(one.local.options(), other.local.options(), strict=True):
+        for key, value in mine.items():
+            also = theirs.get(key)
+            if isinstance(value, float) and isinstance(also, float) and not math.isclose(value, also, rel_tol=1e-3):
+                return repr(key)
+    return None
 
 
 _WHY_MOVED = "which overlap must do when DDP rebuilds its buckets"
