@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import zerolap
 from support.ranks import on_ranks
-from support.training import HOOK_MAKERS, Mlp, assert_same_params, batches, iterate, overlapped, pair
+from support.training import HOOK_MAKERS, Mlp, assert_same_params, backward, batches, iterate, overlapped, pair
 from zerolap_conformance.ranks import run_ranks, try_ranks
 
 REFUSED = {"LBFGS": "cannot be sharded", "SparseAdam": "sparse gradients are not supported"}
@@ -154,3 +154,65 @@ def test_sparse_gradients_are_refused_when_the_hook_is_made() -> None:
     for outcome in try_ranks(2, _sparse_embedding):
         assert outcome.error is not None
         assert "use sparse=False" in outcome.error
+
+
+# --- classes with modes -------------------------------------------------------------------------------------------------
+
+
+class Averaging(torch.optim.Optimizer):
+    """Trains on one point and is evaluated at another, the average of all of them, as schedule-free classes do."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "trains": False, "count": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            assert group["trains"], "call train() first"
+            group["count"] += 1
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad, alpha=group["lr"])
+                    average = self.state[param].setdefault("average", param.clone())
+                    average.lerp_(param, 1 / group["count"])
+
+    def train(self) -> None:
+        self._switch(True)
+
+    def eval(self) -> None:
+        self._switch(False)
+
+    @torch.no_grad()
+    def _switch(self, trains: bool) -> None:
+        for group in self.param_groups:
+            for param in group["params"] if group["trains"] != trains else ():
+                if "average" in self.state[param]:
+                    kept = param.clone()
+                    param.copy_(self.state[param]["average"])
+                    self.state[param]["average"].copy_(kept)
+            group["trains"] = trains
+
+
+@on_ranks(2)
+def test_modes_of_a_class_are_switched_on_the_shards_and_seen_on_all_ranks() -> None:
+    ways: list[dict[str, Any] | None] = [None, {"gather": "lazy"}, {"schedule": "on_step", "shard_gradients": True}]
+    for way in ways:
+        oracle, ours = pair()
+        plain = Averaging(oracle.parameters())
+        zero = zerolap.ZeroRedundancyOptimizer(ours.parameters(), Averaging, overlap_with_ddp=way is not None)
+        handle = None if way is None else zerolap.attach(ours, zero, **way)
+        for x in batches(4):
+            for optimizer, model in ((plain, oracle), (zero, ours)):
+                optimizer.train()
+                optimizer.zero_grad()
+                backward(model, x)
+                optimizer.step()
+                optimizer.eval()
+            assert_same_params(ours, oracle, (way, "evaluated"))
+            assert not zero.param_groups[0]["trains"]
+            for optimizer in (plain, zero):
+                optimizer.train()
+            assert_same_params(ours, oracle, (way, "trained"))
+        if handle is not None:
+            handle.audit()
+    assert not hasattr(zerolap.ZeroRedundancyOptimizer(nn.Linear(2, 2).parameters(), torch.optim.SGD), "train")
