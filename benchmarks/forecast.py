@@ -33,8 +33,9 @@ from entries import ADAMW, MODELS, Entry, Plain, Zerolap
 from network import open_network
 
 from zerolap.calibrate.calibrate import Measured, calibrate, measure
-from zerolap.calibrate.from_model import describe, workload_of
+from zerolap.calibrate.from_model import workload_of
 from zerolap.calibrate.measure import reduce_nothing
+from zerolap.calibrate.model_params import describe
 from zerolap.forecast.forecast import Forecast, forecast_all
 from zerolap.schedule.machine import Gather, Schedule
 from zerolap_cpu_gloo import CpuGlooAdapter

@@ -247,6 +247,8 @@ SOME = ("--params", "1e6", *LINK, *TIMES)
         (("--params", "1e6", *LINK, "--flops", "0", "--tokens", "5"), "--flops is a number of operations"),
         (("--shapes", "half.json", *LINK, *TIMES), "a JSON list of shapes"),
         ((*SOME, "--optimizer", "Gone"), "a class of torch.optim"),
+        ((*SOME, "--optimizer", "sgd+adamw+muon"), "one class, or two"),
+        ((*SOME, "--optimizer", "muon+adamw", "--optimizer-options", "[{}]"), "a list of 2 of them"),
         ((*SOME, "--optimizer", "LBFGS", "--optimizer-options", "[]"), "a JSON object"),
         ((*SOME, "--optimizer", "SGD", "--optimizer-options", '{"lr": -1}'), "cannot step a parameter"),
         ((*SOME, "--param-dtype", "int8"), "floating-point"),
@@ -266,6 +268,26 @@ def test_plan_says_what_is_missing_or_wrong(
     run = CliRunner().invoke(app, ["plan", "--world-size", "2", *arguments])  # a process each would take a minute
     assert run.exit_code == 2, (arguments, run.output)
     assert words in run.stderr, (arguments, run.stderr)
+
+
+def test_plan_forecasts_muon_with_adamw() -> None:
+    arguments = ["plan", "--params", "25e6", "--world-size", "7", *LINK, *TIMES, "--json"]
+    found = {}
+    for names in ("adamw", "muon+adamw"):
+        run = CliRunner().invoke(app, [*arguments, "--optimizer", names])
+        assert run.exit_code == 0, run.output
+        found[names] = json.loads(run.stdout)
+    (plain, *ours), balance = found["muon+adamw"]["ways"], found["muon+adamw"]["balance"]
+    assert found["adamw"]["balance"] == {"state": 1, "work": 1}
+    assert 1 < balance["state"] < 1.05
+    assert 1 < balance["work"] < 1.05
+    assert plain["memory_bytes"]["state"] < 0.7 * found["adamw"]["ways"][0]["memory_bytes"]["state"], "Muon keeps less"
+    for way in ours:
+        assert way["memory_bytes"]["state"] == pytest.approx(plain["memory_bytes"]["state"] / 7, rel=0.06)
+        assert way["step_seconds"] < plain["step_seconds"]
+        assert way["sent_bytes"] == pytest.approx(plain["sent_bytes"], rel=0.05)
+    said = CliRunner().invoke(app, [*arguments[:-1], "--optimizer", "muon+adamw"]).stdout
+    assert "the busiest rank has 1.0" in said
 
 
 def test_plan_asks_what_is_trained(tmp_path: Path) -> None:

@@ -253,7 +253,17 @@ def _workload_of(engine: Engine) -> Workload:
     layout: list[tuple[Slot, ...]] = []
     for bucket in engine.layout:
         layout.append(tuple(Slot(len(params) + i, param.numel()) for i, param in enumerate(bucket.params)))
-        params += [Param(param.numel(), dtype=str(param.dtype), itemsize=param.itemsize) for param in bucket.params]
+        params += [
+            Param(
+                param.numel(),
+                dtype=str(param.dtype),
+                itemsize=param.itemsize,
+                optimizer=engine.books.number_of(place),
+                cut=engine.strategy.cut_of(place, param.dtype),
+                update_cost=engine.books.load_of(place, param).work,
+            )
+            for place, param in zip(bucket.places, bucket.params, strict=True)
+        ]
     reduced_as, gathered_as = engine.strategy.precision.reduce_dtype, engine.strategy.precision.gather_dtype
     return Workload(
         params=tuple(params),

@@ -24,6 +24,7 @@ from zerolap.calibrate.measure import (
     time_contended,
     time_exchanges,
 )
+from zerolap.calibrate.model_params import describe, shared_out, with_options
 from zerolap.forecast.forecast import Compute, Link
 from zerolap.runtime.peers import all_gather_json
 
@@ -72,13 +73,14 @@ def measure(
     module: nn.Module,
     forward: Callable[[nn.Module], Tensor],
     *,
-    optimizer_class: type[Optimizer],
-    optimizer_options: Mapping[str, Any] | None = None,
+    optimizer_class: type[Optimizer] | Sequence[type[Optimizer]],
+    optimizer_options: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
     bucket_cap_mb: float | None = None,
     adapter: Adapter | str | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Measured:
-    """Measure on all ranks of ``group`` together; ``forward`` computes the loss of a batch with the module it is given.
+    """Measure on all ranks of ``group`` together; ``forward`` computes the loss of a batch with the module it is given. Two optimizers
+    share the parameters as ``shared_out`` says.
 
     Takes some tens of iterations, and as many exchanges of buckets. Gradients are used; parameters stay as they are.
     """
@@ -93,6 +95,8 @@ def measure(
         module, bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=True, process_group=group
     )
     profile = _profile(ddp, forward, adapter=chosen, group=group)
+    optimizers = with_options(optimizer_class, optimizer_options)
+    numbers = [described.optimizer for described in shared_out(describe(module), len(optimizers))]
     largest = max(sum(params[i].nbytes for i in bucket) for bucket in profile.buckets)
     exchanges = Exchanges(chosen, group, device=params[0].device, bucket_bytes=largest)
     sizes, cpu_seconds_per_byte = time_exchanges(exchanges)
@@ -119,7 +123,7 @@ def measure(
         used_at=profile.used_at,
         ready_at=profile.ready_at,
         buckets=profile.buckets,
-        step_seconds_per_element=step_seconds(params, optimizer_class, optimizer_options or {}, chosen, group),
+        step_seconds_per_element=step_seconds(list(zip(params, numbers, strict=True)), optimizers, chosen, group),
         exchanges=sizes,
         cpu_seconds_per_byte=cpu_seconds_per_byte,
         host_seconds_per_bucket=host,

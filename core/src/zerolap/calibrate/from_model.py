@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zerolap.calibrate.calibrate import Measured
+from zerolap.calibrate.model_params import ModelParam, with_options
 from zerolap.forecast.workload import FIRST_BUCKET_BYTES, MB, Param, Workload, bucketize
 from zerolap.runtime.optimizer_facts import is_elementwise
 from zerolap.runtime.precision import Precision
+from zerolap.runtime.update_cost import update_cost
 from zerolap.schedule.ownership import Layout, Slot
 
 _PRIMES = (
@@ -27,29 +29,11 @@ _PRIMES = (
 )  # a tiny tensor's shape: which of its sizes a state's size comes from is plain to see
 
 
-class ModelParam(NamedTuple):
-    """A parameter before it is known how it is trained."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    work: float  # its share of the computing, in any unit
-
-
-def describe(module: nn.Module) -> list[ModelParam]:
-    """The parameters that are trained, in order. Tables that are only looked up in take no computing."""
-    looked_up = {child.weight for child in module.modules() if isinstance(child, nn.Embedding | nn.EmbeddingBag)}
-    return [
-        ModelParam(tuple(param.shape), param.dtype, 0.0 if param in looked_up else float(param.numel()))
-        for param in module.parameters()
-        if param.requires_grad
-    ]
-
-
 def workload_of(
     params: Sequence[ModelParam],
     *,
-    optimizer_class: type[Optimizer],
-    optimizer_options: Mapping[str, Any] | None = None,
+    optimizer_class: type[Optimizer] | Sequence[type[Optimizer]],
+    optimizer_options: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
     precision: Precision | None = None,
     bucket_cap_mb: float | None = None,
     exact_cut: int = 1,
@@ -58,20 +42,21 @@ def workload_of(
 ) -> Workload:
     """What ``attach`` will make of these parameters, in DDP's buckets, with an adapter's ``exact_cut`` and ``max_receive_bytes``.
 
-    Unless it was measured, a layer's share of the time is its share of the work, and parameters are used in their order.
+    Of several optimizers, each class with its options, ``params`` say which has which. Unless it was measured, a layer's share of the time is its share of the work, and parameters are used in their order.
     """
     precision = precision or Precision()
-    may_be_cut = is_elementwise(optimizer_class)
-    sizes: dict[tuple[int, torch.dtype], _StateSize] = {}
+    optimizers = [(*each, is_elementwise(each[0])) for each in with_options(optimizer_class, optimizer_options)]
+    sizes: dict[tuple[int, int, torch.dtype], _StateSize] = {}
     done = list(accumulate((param.work for param in params), initial=0.0))
     total = done[-1] or 1.0
     described = []
-    for index, (shape, dtype, _) in enumerate(params):
+    for index, (shape, dtype, _, number) in enumerate(params):
         numel = prod(shape)
+        by, options, may_be_cut = optimizers[number]
         master = precision.stepped_as(dtype) if precision.has_masters(dtype) else None
-        kind = (1 if may_be_cut else len(shape), master or dtype)
+        kind = (number, 1 if may_be_cut else len(shape), master or dtype)
         if kind not in sizes:
-            sizes[kind] = _state_size(optimizer_class, optimizer_options or {}, *kind)
+            sizes[kind] = _state_size(by, options, *kind[1:])
         sized = sizes[kind]
         described.append(
             Param(
@@ -83,6 +68,9 @@ def workload_of(
                 state_bytes_per_element=sized.bytes_of((1,)) - sized.bytes_of((0,)) if may_be_cut else 0.0,
                 state_bytes_per_piece=sized.bytes_of((0,) if may_be_cut else shape),
                 master_itemsize=master.itemsize if master else 0,
+                optimizer=number,
+                cut=exact_cut if may_be_cut else None,
+                update_cost=update_cost(by, shape),
             )
         )
     layout: Layout
@@ -100,7 +88,6 @@ def workload_of(
         layout=layout,
         reduce_itemsize=precision.reduce_dtype.itemsize if precision.reduce_dtype else None,
         gather_itemsize=precision.gather_dtype.itemsize if precision.gather_dtype else None,
-        cut=exact_cut if may_be_cut else None,
         max_receive_bytes=max_receive_bytes,
     )
 

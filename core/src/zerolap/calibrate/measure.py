@@ -24,6 +24,8 @@ from zerolap.backend.parts import Parts
 from zerolap.forecast.workload import MB
 from zerolap.runtime.peers import all_gather_json
 from zerolap.runtime.shard_optimizer import WITH_FUSED
+from zerolap.runtime.update_cost import update_cost
+from zerolap.schedule.balance import COST_PER_ELEMENT
 
 _NUM_TIMED = 5
 _NUM_PIPELINED = 5  # buckets under way at once
@@ -149,32 +151,52 @@ def time_contended(exchanges: Exchanges, iterate: Callable[[], None], *, seconds
 
 
 def step_seconds(
-    params: Sequence[Tensor],
-    optimizer_class: type[Optimizer],
+    params: Sequence[tuple[Tensor, int]],
+    optimizers: Sequence[tuple[type[Optimizer], Mapping[str, Any]]],
+    adapter: Adapter,
+    group: dist.ProcessGroup,
+) -> float:
+    """Of an element of whatever treats every element by itself: each optimizer steps copies of some of its parameters.
+
+    ``params`` come with the number of their optimizer.
+    """
+    seconds = work = 0.0
+    for number, (by, options) in enumerate(optimizers):
+        mine = [param for param, of in params if of == number]
+        if mine:
+            seconds += _seconds_of_update(copies := _some_copies(mine), by, options, adapter, group)
+            work += sum(update_cost(by, tuple(each.shape)) for each in copies) / COST_PER_ELEMENT
+    return float(max(all_gather_json(seconds / max(work, 1), group=group, what="comparing times of updates")))
+
+
+def _some_copies(params: Sequence[Tensor]) -> list[nn.Parameter]:
+    copies: list[nn.Parameter] = []
+    for param in params:
+        copies.append(nn.Parameter(param.detach().clone()))
+        copies[-1].grad = torch.ones_like(param)
+        if sum(each.numel() for each in copies) >= _MAX_STEPPED:
+            break
+    return copies
+
+
+def _seconds_of_update(
+    params: list[nn.Parameter],
+    by: type[Optimizer],
     options: Mapping[str, Any],
     adapter: Adapter,
     group: dist.ProcessGroup,
 ) -> float:
-    """Of the optimizer, per element: it steps copies of some parameters."""
-    copies, numel = [], 0
-    for param in params:
-        copies.append(nn.Parameter(param.detach().clone()))
-        copies[-1].grad = torch.ones_like(param)
-        numel += param.numel()
-        if numel >= _MAX_STEPPED:
-            break
-    devices = devices_with_fused_kernels()
-    if optimizer_class in WITH_FUSED and params[0].device.type in devices and not {"fused", "foreach"} & set(options):
+    is_known = by in WITH_FUSED and params[0].device.type in devices_with_fused_kernels()
+    if is_known and not {"fused", "foreach"} & set(options):
         options = {**options, "fused": True}  # as attach does
-    optimizer = optimizer_class(copies, **options)
+    optimizer = by(params, **options)
     taken = []
     for _ in range(_NUM_TIMED + 1):
         barrier(group)
         start = adapter.moment()
         optimizer.step()
         taken.append(adapter.seconds_between(start, adapter.moment()))
-    mine = statistics.median(taken[1:]) / max(numel, 1)
-    return float(max(all_gather_json(mine, group=group, what="comparing times of updates")))
+    return statistics.median(taken[1:])
 
 
 def host_seconds(adapter: Adapter, group: dist.ProcessGroup) -> float:

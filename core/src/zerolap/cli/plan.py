@@ -26,9 +26,9 @@ from zerolap.calibrate.from_model import workload_of
 from zerolap.cli.import_path import attribute
 from zerolap.cli.plan_inputs import (
     dtype_of,
-    json_object,
     make_model,
-    optimizer_class_of,
+    optimizer_classes_of,
+    optimizer_options_of,
     params_of,
     precision_of,
     to_bytes_per_second,
@@ -38,7 +38,8 @@ from zerolap.cli.plan_inputs import (
 from zerolap.cli.plan_options import PlanOptions
 from zerolap.errors import AdapterNotFoundError
 from zerolap.forecast.forecast import Advice, Compute, Forecast, Link, Pattern, forecast_all, recommend
-from zerolap.forecast.workload import Workload
+from zerolap.forecast.workload import Workload, balance_of
+from zerolap.schedule.balance import Balance
 from zerolap.untrusted.files import printable
 
 NUM_CALIBRATED = 2  # ranks of this machine
@@ -55,14 +56,14 @@ class Planned:
     link: Link
     compute: Compute
     forecasts: list[Forecast]
+    balance: Balance
     advice: Advice
 
 
 def plan(wanted: PlanOptions, *, say: Callable[[str], None]) -> Planned:
     """Forecast what was asked for; ValueError says what is missing or wrong, and what to give instead."""
     params = params_of(wanted)
-    optimizer_class = optimizer_class_of(wanted.optimizer)
-    options = json_object(wanted.optimizer_options, "--optimizer-options")
+    options = optimizer_options_of(wanted)
     measured = None
     if wanted.calibrates:
         say(f"measuring on {NUM_CALIBRATED} ranks of this machine ...")
@@ -70,7 +71,7 @@ def plan(wanted: PlanOptions, *, say: Callable[[str], None]) -> Planned:
     adapter = _adapter_for(wanted.exchange)
     workload = workload_of(
         params,
-        optimizer_class=optimizer_class,
+        optimizer_class=optimizer_classes_of(wanted.optimizer),
         optimizer_options=options,
         precision=precision_of(wanted, params),
         bucket_cap_mb=wanted.bucket_cap_mb,
@@ -89,6 +90,7 @@ def plan(wanted: PlanOptions, *, say: Callable[[str], None]) -> Planned:
         link=link,
         compute=compute,
         forecasts=forecasts,
+        balance=balance_of(workload, wanted.world_size),
         advice=recommend(forecasts, changes_gradients=wanted.changes_gradients),
     )
 
@@ -191,8 +193,8 @@ def _measure(rank: int, wanted: PlanOptions, folder: str) -> None:
     measured = measure(
         module,
         forward,
-        optimizer_class=optimizer_class_of(wanted.optimizer),
-        optimizer_options=json_object(wanted.optimizer_options, "--optimizer-options"),
+        optimizer_class=optimizer_classes_of(wanted.optimizer),
+        optimizer_options=optimizer_options_of(wanted),
         bucket_cap_mb=wanted.bucket_cap_mb,
     )
     if rank == 0:
@@ -221,6 +223,7 @@ def to_json(planned: Planned) -> dict[str, Any]:
         "world_size": planned.wanted.world_size,
         "link": _link(planned.link),
         "compute": asdict(planned.compute),
+        "balance": planned.balance._asdict(),
         "ways": [_way(each) for each in planned.forecasts],
         "recommended": {**_way(planned.advice.best), "why": planned.advice.why},
     }
@@ -260,6 +263,11 @@ def show(planned: Planned, console: Console) -> None:
         f"{_si(compute.forward)}s, backward {_si(compute.backward)}s, update {_si(compute.step_seconds_per_element)}s an element, "
         f"{_si(compute.host_seconds_per_bucket)}s a bucket; {_si(compute.cpu_seconds_per_byte)}s of {compute.cores:g} cores a byte"
     )
+    if any(param.cut is None for param in planned.workload.params):
+        console.print(
+            f"parameters that stay whole: the busiest rank has {planned.balance.state:.2f} of the mean in state, {planned.balance.work:.2f} in the "
+            "work of updates"
+        )
     memory = Table("memory of a rank", "zerolap", "DDP", box=None)
     for name in (*asdict(ddp.memory), "held", "peak"):
         ours, theirs = getattr(advice.best.memory, name), getattr(ddp.memory, name)

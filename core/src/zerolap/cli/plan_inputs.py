@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zerolap.calibrate.from_model import ModelParam, describe
+from zerolap.calibrate.model_params import ModelParam, describe, shared_out
 from zerolap.cli.import_path import attribute
 from zerolap.cli.numbers import in_units
 from zerolap.cli.plan_options import PlanOptions
@@ -63,6 +63,7 @@ def params_of(options: PlanOptions) -> list[ModelParam]:
         params = typical(options.params)
     if not params:
         raise ValueError("the model has no parameter to train")
+    params = shared_out(params, len(optimizer_classes_of(options.optimizer)))
     return [param._replace(dtype=dtype) for param in params] if dtype is not None else params
 
 
@@ -118,21 +119,37 @@ def typical(num_params: float) -> list[ModelParam]:
     ]
 
 
-def optimizer_class_of(name: str) -> type[Optimizer]:
-    found = attribute(name, "--optimizer") if ":" in name else getattr(torch.optim, name, None)
+def optimizer_classes_of(names: str) -> list[type[Optimizer]]:
+    """Of "AdamW", or of two such as "muon+adamw"."""
+    found = [_optimizer_class_of(name) for name in names.split("+")]
+    if len(found) > 2:
+        raise ValueError(
+            "--optimizer is one class, or two as in muon+adamw: the first has the matrices of hidden layers, the other all else"
+        )
+    return found
+
+
+def _optimizer_class_of(name: str) -> type[Optimizer]:
+    known = {each.lower(): value for each, value in vars(torch.optim).items() if isinstance(value, type)}
+    found = attribute(name, "--optimizer") if ":" in name else known.get(name.lower())
     if not (isinstance(found, type) and issubclass(found, Optimizer)) or found is Optimizer:
         raise ValueError(f"--optimizer is a class of torch.optim or MODULE:CLASS, got {name[:200]!r}")
     return found
 
 
-def json_object(text: str, option: str) -> dict[str, Any]:
+def optimizer_options_of(options: PlanOptions) -> list[dict[str, Any]]:
+    """Those of each optimizer."""
+    num, expected = len(optimizer_classes_of(options.optimizer)), "a JSON object, for example '{\"lr\": 0.1}'"
+    if num > 1:
+        expected += f", or a list of {num} of them"
     try:
-        held = parse_json(text)
+        held = parse_json(options.optimizer_options)
     except ValueError as error:
-        raise ValueError(f"{option} is a JSON object, for example '{{\"lr\": 0.1}}': {error}") from error
-    if not isinstance(held, dict):
-        raise ValueError(f"{option} is a JSON object, for example '{{\"lr\": 0.1}}', got {text[:200]!r}")
-    return held
+        raise ValueError(f"--optimizer-options is {expected}: {error}") from error
+    each = [held] * num if isinstance(held, dict) else held
+    if not isinstance(each, list) or len(each) != num or not all(isinstance(one, dict) for one in each):
+        raise ValueError(f"--optimizer-options is {expected}, got {options.optimizer_options[:200]!r}")
+    return each
 
 
 def dtype_of(name: str | None) -> torch.dtype | None:

@@ -40,8 +40,13 @@ class PlanOptions:
     tokens: Annotated[
         int | None, typer.Option(parser=whole_number(1, 10**12), help="With --flops: tokens of a rank in a step.")
     ] = None
-    optimizer: Annotated[str, typer.Option(help="A class of torch.optim, or MODULE:CLASS.")] = "AdamW"
-    optimizer_options: Annotated[str, typer.Option(help="Its options, as a JSON object.")] = "{}"
+    optimizer: Annotated[
+        str,
+        typer.Option(
+            help="A class of torch.optim, or MODULE:CLASS; two as in muon+adamw, of which the first has the matrices of hidden layers."
+        ),
+    ] = "AdamW"
+    optimizer_options: Annotated[str, typer.Option(help="Its options, as a JSON object; of two a list.")] = "{}"
     param_dtype: Annotated[str | None, typer.Option(help="The parameters' dtype, if not the model's own.")] = None
     master_weights: Annotated[bool, typer.Option("--master-weights", help="As in attach.")] = False
     reduce_dtype: Annotated[str | None, typer.Option(help="As in attach.")] = None

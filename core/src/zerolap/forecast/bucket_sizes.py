@@ -49,7 +49,7 @@ def profile(spans: Sequence[Span], workload: Workload, *, world_size: int) -> Pr
         backward=statistics.median(each.backward for each in whole),
         ready_at=[statistics.median(shares) for shares in zip(*(each.ready_at for each in whole), strict=True)],
         step_seconds_per_element=statistics.median(each.updating for each in whole)
-        / max(1, sum(bucket.numel for bucket in traffic)),
+        / max(1, sum(bucket.updated for bucket in traffic)),
         bytes_per_second=rate,
         latency=max(0.0, min(span.end - span.start - num_bytes / rate for num_bytes, span in exchanges)),
     )

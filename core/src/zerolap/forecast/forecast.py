@@ -72,7 +72,7 @@ def forecast(
         step_seconds=seconds,
         compute_seconds=compute.forward
         + compute.backward
-        + sum(bucket.numel for bucket in traffic) * compute.step_seconds_per_element,
+        + sum(bucket.updated for bucket in traffic) * compute.step_seconds_per_element,
         wire_seconds=wire_seconds,
         sent_bytes=sent_bytes(workload, world_size, rank=GroupRank(0), stage_sizes=link.stages(world_size)),
         memory=replace(sharded_memory(workload, world_size), copies=rank.most_copied),
@@ -83,7 +83,7 @@ def forecast_ddp(workload: Workload, *, world_size: int, link: Link, compute: Co
     """What a step with DDP and the plain optimizer will be like: all-reduce of every bucket, and an update of everything."""
     traffic = traffic_of(workload, world_size)
     rank = Rank(traffic, link=link, compute=compute, world_size=world_size)
-    step = workload.numel * compute.step_seconds_per_element
+    step = workload.updated * compute.step_seconds_per_element
     seconds, wire_seconds = rank.settle(rank.plain_training(step))
     sent = 2 * (world_size - 1) / world_size * sum(bucket.gradient_bytes for bucket in traffic)
     return Forecast(

@@ -76,7 +76,7 @@ class Compute:
 
     forward: float  # seconds
     backward: float
-    step_seconds_per_element: float = 0.0
+    step_seconds_per_element: float = 0.0  # that is updated by itself; matrices' updates cost more
     host_seconds_per_bucket: float = 0.0
     cpu_seconds_per_byte: float = 0.0  # sent and received; 0 where the device moves bytes by itself
     cores: float = 1.0
@@ -194,7 +194,7 @@ class Rank:
                 yield self._gathers.start(0, latency=2 * self._latency)
             case Verb.STEP:
                 yield from self._wait_for(index)
-                yield compute.host_seconds_per_bucket / 2 + bucket.numel * compute.step_seconds_per_element
+                yield compute.host_seconds_per_bucket / 2 + bucket.updated * compute.step_seconds_per_element
             case Verb.GATHER:
                 yield from self._wait_for(index)
                 self._hold(bucket.gather_copy_bytes)

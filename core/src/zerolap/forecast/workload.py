@@ -6,12 +6,14 @@ Where a parameter is used and its gradient is ready is given as a share of the f
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from zerolap.schedule.ownership import EqualRanges, GroupRank, Layout, Policy, Slot, assign_owners
+from zerolap.schedule.balance import COST_PER_ELEMENT, Balance, Load, assign_whole, rank_loads
+from zerolap.schedule.ownership import ByRank, EqualRanges, GroupRank, Layout, Section, Sections, Slot
 
 MB = 2**20
 FIRST_BUCKET_BYTES = MB  # DDP's first bucket, unless a cap is given: its reduction shall start early
@@ -30,17 +32,24 @@ class Param(NamedTuple):
     state_bytes_per_element: float = 0.0
     state_bytes_per_piece: int = 0  # step counts and the like: as many as there are pieces
     master_itemsize: int = 0  # of the copy from which it is rounded; 0: none
+    optimizer: int = 0  # which of several has it
+    cut: int | None = 1  # it may be cut at multiples of so many elements; None: it stays whole
+    update_cost: int = 0  # of its update, where that is not the usual one for its elements
+
+    @property
+    def load(self) -> Load:
+        """What it takes a rank to own all of it."""
+        return Load(self.numel * self.itemsize, self.update_cost or COST_PER_ELEMENT * self.numel)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Workload:
-    """A model and how its gradients and parameters are sent. A parameter is cut at multiples of ``cut`` elements, or never."""
+    """A model and how its gradients and parameters are sent. Each is itself alone: to compare a hundred thousand parameters takes long."""
 
     params: tuple[Param, ...]
     layout: Layout
     reduce_itemsize: int | None = None  # None: the parameter's own
     gather_itemsize: int | None = None
-    cut: int | None = 1
     max_receive_bytes: int | None = None  # None: room for all of a bucket
     shards_gradients: bool = False  # whole gradients are freed bucket by bucket, and shards once they were used
 
@@ -48,11 +57,20 @@ class Workload:
     def numel(self) -> int:
         return sum(param.numel for param in self.params)
 
+    @property
+    def updated(self) -> float:
+        """Elements, of which those that cost more to update count more."""
+        return sum(param.load.work for param in self.params) / COST_PER_ELEMENT
+
 
 class Traffic(NamedTuple):
-    """What one bucket asks of a rank. Bytes are those of the rank with the most to send or receive: the others wait for it."""
+    """What one bucket asks of a rank. Bytes are those of the rank with the most to send or receive: the others wait for it.
 
-    numel: int  # of the largest share
+    Of parameters that stay whole a rank owns all or nothing in one bucket, and about its share over all of them: each bucket is
+    taken to ask for as much of that as the busiest rank's, spread evenly.
+    """
+
+    updated: float  # elements of the largest share; those that cost more count more
     reduce_bytes: float
     gather_bytes: float
     gradient_bytes: int  # of all of it, in its own dtype
@@ -107,20 +125,70 @@ def bucketize(params: Sequence[Param], *, cap_bytes: int, first_bytes: int | Non
     return (*layout, *(tuple(slots) for slots in filling.values()))
 
 
+class _Owners(NamedTuple):
+    """Who owns what in all buckets, and how even that is for parameters that stay whole."""
+
+    buckets: list[Sections]
+    balance: Balance
+
+
+@lru_cache(maxsize=4)
+def _owners_of(workload: Workload, world_size: int) -> _Owners:
+    params = workload.params
+    whole = sorted((i for i, param in enumerate(params) if param.cut is None), key=lambda i: params[i].optimizer)
+    loads = [params[i].load for i in whole]
+    owners = assign_whole(loads, world_size=world_size)
+    owner_of = dict(zip(whole, owners, strict=True))
+
+    def sections(slots: Sequence[Slot]) -> Iterator[Section]:
+        for number in sorted({params[slot.param].optimizer for slot in slots}):
+            mine = [slot for slot in slots if params[slot.param].optimizer == number]
+            cut = params[mine[0].param].cut
+            if cut is None:
+                yield ByRank.of(mine, [owner_of[slot.param] for slot in mine], world_size=world_size)
+            else:
+                yield EqualRanges.of(mine, world_size=world_size, cut=cut)
+
+    buckets = [Sections(tuple(sections(slots))) for slots in workload.layout]
+    held = rank_loads(loads, owners, world_size=world_size)
+    return _Owners(buckets, Balance.of(held) if loads else Balance(1.0, 1.0))
+
+
+def balance_of(workload: Workload, world_size: int) -> Balance:
+    """How much more than the mean the busiest rank has, all parameters together."""
+    params, whole = workload.params, _owners_of(workload, world_size).balance
+    totals = [sum(each) or 1 for each in zip(*(param.load for param in params), strict=True)]
+    uncut = [sum(each) for each in zip(*(p.load for p in params if p.cut is None), strict=True)] or [0, 0]
+    return Balance(*(1 + (busy - 1) * part / total for busy, part, total in zip(whole, uncut, totals, strict=True)))
+
+
 def traffic_of(workload: Workload, world_size: int) -> list[Traffic]:
     """Every bucket's traffic, in DDP's order. Buckets are reduced in order, so none is ready before those ahead of it."""
+    if world_size < 1:
+        raise ValueError(f"world_size must be at least 1, got {world_size}")
     params, traffic, ready_at = workload.params, [], 0.0
-    for slots, ranges in zip(workload.layout, _ranges(workload, world_size), strict=True):
+    owners = _owners_of(workload, world_size)
+    for slots, sections in zip(workload.layout, owners.buckets, strict=True):
         members = [params[slot.param] for slot in slots]
         ready_at = max([ready_at, *(param.ready_at for param in members)])
         numel = sum(slot.numel for slot in slots)
-        largest, smallest = _extremes(ranges, slots, world_size, workload.cut)
-        moved = max(numel - smallest, largest * (world_size - 1))
         itemsize = members[0].itemsize
+        updated = moved = 0.0
+        for section in sections.sections:
+            if isinstance(section, EqualRanges):
+                total = sum(params[index].numel for index in section.order())
+                largest, smallest = _extremes(section, total, world_size, params[section.order()[0]].cut)
+                updated += largest
+                moved += max(total - smallest, largest * (world_size - 1))
+            else:
+                loads = [params[index].load for index in section.order()]
+                updated += owners.balance.work * sum(load.work for load in loads) / COST_PER_ELEMENT / world_size
+                share = owners.balance.state * sum(load.num_bytes for load in loads) / itemsize / world_size
+                moved += share * (world_size - 1)
         reduced_as, gathered_as = workload.reduce_itemsize or itemsize, workload.gather_itemsize or itemsize
         traffic.append(
             Traffic(
-                numel=largest,
+                updated=updated,
                 reduce_bytes=moved * reduced_as,
                 gather_bytes=moved * gathered_as,
                 gradient_bytes=numel * itemsize,
@@ -136,35 +204,37 @@ def traffic_of(workload: Workload, world_size: int) -> list[Traffic]:
 def sent_bytes(workload: Workload, world_size: int, *, rank: GroupRank, stage_sizes: Sequence[int]) -> int:
     """What a rank sends in a step, to the byte, where exchanges have these stages and parts are not padded to equal size."""
     params, sent = workload.params, 0
-    for slots, ranges in zip(workload.layout, _ranges(workload, world_size), strict=True):
+    # Bounds of blocks of ranks: the rank's own first, then those it has gathered.
+    blocks, low, width = [], 0, world_size
+    for size in stage_sizes:
+        width //= size
+        low += (rank - low) // width * width
+        blocks.append((low, low + width, size - 1))
+    for slots, sections in zip(workload.layout, _owners_of(workload, world_size).buckets, strict=True):
         itemsize = params[slots[0].param].itemsize
-        # Bounds of blocks of ranks: the rank's own first, then those it has gathered.
-        blocks, low, width = [], 0, world_size
-        for size in stage_sizes:
-            width //= size
-            low += (rank - low) // width * width
-            blocks.append((low, low + width, size - 1))
-        ends = {end: ranges.end(end) for begin, stop, _ in blocks for end in (begin, stop)}
-        mine = ends[blocks[-1][1]] - ends[blocks[-1][0]]
-        sent += (sum(slot.numel for slot in slots) - mine) * (workload.reduce_itemsize or itemsize)
-        padded = _positions(slots, list(ends.values()), step=_ALIGNMENT_BYTES // itemsize)
-        place = dict(zip(ends, padded, strict=True))
-        gathered = sum((place[stop] - place[begin]) * num_peers for begin, stop, num_peers in blocks)
-        sent += gathered * (workload.gather_itemsize or itemsize)
+        step = _ALIGNMENT_BYTES // itemsize
+        for section in sections.sections:
+            sizes = [params[index].numel for index in section.order()]
+            ends = {end: section.end(end) for begin, stop, _ in blocks for end in (begin, stop)}
+            mine = ends[blocks[-1][1]] - ends[blocks[-1][0]]
+            sent += (sum(sizes) - mine) * (workload.reduce_itemsize or itemsize)
+            place = dict(zip(ends, _positions(sizes, list(ends.values()), step=step), strict=True))
+            gathered = sum((place[stop] - place[begin]) * num_peers for begin, stop, num_peers in blocks)
+            sent += gathered * (workload.gather_itemsize or itemsize)
     return sent
 
 
 def sharded_memory(workload: Workload, world_size: int, *, rank: GroupRank | None = None) -> Memory:
     """What a rank holds; without one, the rank that holds the most state (all hold the same where parameters are cut)."""
-    owners = _ranges(workload, world_size)
+    owners = _owners_of(workload, world_size).buckets
     if rank is None:
-        rank = GroupRank(0) if workload.cut is not None else _heaviest(workload, owners, world_size)
+        rank = _heaviest(workload, owners)
     params, state, masters, reduced, flat = workload.params, 0.0, 0, 0, 0
-    for slots, ranges in zip(workload.layout, owners, strict=True):
+    for slots, sections in zip(workload.layout, owners, strict=True):
         itemsize = params[slots[0].param].itemsize
         step = _ALIGNMENT_BYTES // itemsize
         flat += itemsize * sum(-(-slot.numel // step) * step for slot in slots)
-        for piece in ranges.owned_by(rank):
+        for piece in sections.owned_by(rank):
             param, size = params[piece.param], piece.stop - piece.start
             state += param.state_bytes_per_element * size + param.state_bytes_per_piece
             masters += param.master_itemsize * size
@@ -201,58 +271,36 @@ def plain_memory(workload: Workload) -> Memory:
     )
 
 
-def _ranges(workload: Workload, world_size: int) -> list[EqualRanges]:
-    ownership = assign_owners(workload.layout, world_size=world_size, policy=Policy.BY_ELEMENT, cut=workload.cut)
-    return [ranges for ranges in ownership.buckets if isinstance(ranges, EqualRanges)]
-
-
 def _bytes(slots: Sequence[Slot], params: Sequence[Param], itemsize: int | None) -> int:
     return sum(slot.numel * (itemsize or params[slot.param].itemsize) for slot in slots)
 
 
-def _extremes(ranges: EqualRanges, slots: Sequence[Slot], world_size: int, cut: int | None) -> tuple[int, int]:
+def _extremes(ranges: EqualRanges, numel: int, world_size: int, cut: int | None) -> tuple[int, int]:
     """The elements of the largest and of the smallest share."""
-    numel = sum(slot.numel for slot in slots)
+    assert cut is not None, "parameters that stay whole have no equal ranges"
     if world_size <= _NUM_EXACT:
         shares = [end - begin for begin, end in pairwise(ranges.bounds())]
         return max(shares), min(shares)
-    if cut is None:
-        largest = max(_shares_of_whole(ranges, slots, world_size).values(), default=0)
-        return largest, numel // world_size if len(slots) >= world_size else 0
     ideal = numel / world_size
     return min(numel, -int(-ideal // cut) * cut), max(0, int(ideal // cut) * cut)
 
 
-def _shares_of_whole(ranges: EqualRanges, slots: Sequence[Slot], world_size: int) -> dict[int, int]:
-    """Elements by owner where parameters are whole: by parameter, for there may be far more ranks."""
-    shares: dict[int, int] = {}
-    start, total = 0, sum(slot.numel for slot in slots)
-    for slot in slots:
-        if slot.numel:
-            owner = (
-                (2 * start + slot.numel) * world_size // (2 * total)
-            )  # whose range its middle lies in, or a neighbour
-            while owner >= world_size or ranges.end(owner) > start:
-                owner -= 1
-            while ranges.end(owner + 1) <= start:
-                owner += 1
-            shares[owner] = shares.get(owner, 0) + slot.numel
-            start += slot.numel
-    return shares
+def _heaviest(workload: Workload, buckets: Sequence[Sections]) -> GroupRank:
+    """The rank with the most state; of what is cut all have the same."""
+    held: dict[GroupRank, float] = {GroupRank(0): 0.0}
+    for sections in buckets:
+        for section in sections.sections:
+            for owner, pieces in section.segments() if isinstance(section, ByRank) else ():
+                for piece in pieces:
+                    param = workload.params[piece.param]
+                    num_bytes = (param.state_bytes_per_element + param.master_itemsize) * param.numel
+                    held[owner] = held.get(owner, 0.0) + num_bytes + param.state_bytes_per_piece
+    return max(held, key=lambda owner: held[owner])
 
 
-def _heaviest(workload: Workload, owners: Sequence[EqualRanges], world_size: int) -> GroupRank:
-    """The rank with the most elements."""
-    load: dict[int, int] = {}
-    for slots, ranges in zip(workload.layout, owners, strict=True):
-        for owner, numel in _shares_of_whole(ranges, slots, world_size).items():
-            load[owner] = load.get(owner, 0) + numel
-    return GroupRank(max(load, key=lambda owner: load[owner], default=0))
-
-
-def _positions(slots: Sequence[Slot], elements: Sequence[int], *, step: int) -> list[int]:
-    """Where elements of a bucket lie in its flat buffer; padding goes with what stands before it."""
-    unpadded = list(accumulate((slot.numel for slot in slots), initial=0))
-    starts = list(accumulate((-(-slot.numel // step) * step for slot in slots), initial=0))
-    places = [len(slots) if element == unpadded[-1] else bisect_right(unpadded, element) - 1 for element in elements]
+def _positions(sizes: Sequence[int], elements: Sequence[int], *, step: int) -> list[int]:
+    """Where elements of a section lie in the flat buffer, from its start; padding goes with what stands before it."""
+    unpadded = list(accumulate(sizes, initial=0))
+    starts = list(accumulate((-(-numel // step) * step for numel in sizes), initial=0))
+    places = [len(sizes) if element == unpadded[-1] else bisect_right(unpadded, element) - 1 for element in elements]
     return [starts[place] + element - unpadded[place] for place, element in zip(places, elements, strict=True)]

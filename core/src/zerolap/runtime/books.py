@@ -10,6 +10,7 @@ from torch import Tensor
 from zerolap.errors import ZerolapError
 from zerolap.runtime.param_groups import ParamGroup
 from zerolap.runtime.shard_optimizer import LocalOptimizer, ShardBook
+from zerolap.schedule.balance import Load
 from zerolap.schedule.ownership import Piece
 
 
@@ -31,6 +32,10 @@ class Books:
     def index_of(self, place: int) -> int:
         """Its index there."""
         return place // self.num_optimizers
+
+    def load_of(self, place: int, param: Tensor) -> Load:
+        """What it takes a rank to own a whole parameter."""
+        return self.books[self.number_of(place)].load_of(param)
 
     def by_place(self) -> dict[int, Tensor]:
         """All parameters."""

@@ -229,7 +229,7 @@ class ReduceScatter:
         slots = []
         for piece, (place, start, stop, offset) in zip(owned, pieces, strict=True):
             param = bucket.params[place]
-            if self._cut_of(piece.param, param.dtype) is None:  # whole: the optimizer may need its shape
+            if self.cut_of(piece.param, param.dtype) is None:  # whole: the optimizer may need its shape
                 params[piece] = param.detach()
             else:
                 params[piece] = bucket.flat.piece(place, start, stop)
@@ -264,12 +264,13 @@ class ReduceScatter:
         """Of a parameter that stays whole."""
         if place not in self._whole:
             params = self._books.by_place()
-            whole = [each for each, param in params.items() if self._cut_of(each, param.dtype) is None]
-            loads = [self._books.books[self._books.number_of(each)].load_of(params[each]) for each in whole]
+            whole = [each for each, param in params.items() if self.cut_of(each, param.dtype) is None]
+            loads = [self._books.load_of(each, params[each]) for each in whole]
             self._whole = dict(zip(whole, assign_whole(loads, world_size=self._books.world_size), strict=True))
         return self._whole[place]
 
-    def _cut_of(self, place: int, dtype: torch.dtype) -> int | None:
+    def cut_of(self, place: int, dtype: torch.dtype) -> int | None:
+        """Where a parameter may be cut; None if it stays whole."""
         return self._cuts[self._books.number_of(place)].get(dtype)
 
     def close(self) -> None:

@@ -6,26 +6,25 @@ from collections.abc import Callable
 from math import prod
 from typing import Any
 
-Shape = tuple[int, ...]
+from zerolap.schedule.balance import COST_PER_ELEMENT
 
-# An update that reads and writes every element once takes about as long as so many multiplications an element of a matrix product.
-_PER_ELEMENT = 32
+Shape = tuple[int, ...]
 
 
 def _elementwise(shape: Shape) -> int:
-    return _PER_ELEMENT * prod(shape)
+    return COST_PER_ELEMENT * prod(shape)
 
 
 def _orthogonalizing(shape: Shape) -> int:
     """Some products of a matrix with its transpose, the shorter way round."""
     rows, columns = _sides(shape)
-    return rows * columns * (_PER_ELEMENT + min(rows, columns))
+    return rows * columns * (COST_PER_ELEMENT + min(rows, columns))
 
 
 def _preconditioning(shape: Shape) -> int:
     """Products with a square matrix on each side."""
     rows, columns = _sides(shape)
-    return rows * columns * (_PER_ELEMENT + rows + columns)
+    return rows * columns * (COST_PER_ELEMENT + rows + columns)
 
 
 def _sides(shape: Shape) -> tuple[int, int]:

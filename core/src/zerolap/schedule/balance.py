@@ -14,6 +14,9 @@ from typing import NamedTuple
 
 from zerolap.schedule.ownership import GroupRank
 
+# The unit of work. An update that reads and writes every element once takes about as long as so many multiplications an element of a
+# matrix product.
+COST_PER_ELEMENT = 32
 _GOOD_ENOUGH = 1.005  # of what the busiest rank has to do at least
 _MOST_TRIES = 12
 _MOST_PLACES = 100_000  # ranks times different sizes, in one try

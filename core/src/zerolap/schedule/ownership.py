@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate
@@ -73,6 +73,9 @@ class Section(BucketOwners, Protocol):
     def bounds(self) -> list[int]:
         """Where each rank's range begins, in elements, and where the last one ends."""
 
+    def end(self, num_ranks: int) -> int:
+        """Where the first ``num_ranks`` ranges end."""
+
 
 @dataclass(frozen=True, slots=True)
 class WholeParams:
@@ -89,29 +92,36 @@ class WholeParams:
 
 @dataclass(frozen=True, slots=True)
 class ByRank:
-    """Whole parameters, those of the first rank first; a rank may own any number of them."""
+    """Whole parameters, those of the first rank first; a rank may own any number of them, and most may own none."""
 
-    _owned: tuple[tuple[Piece, ...], ...]
+    _owned: Mapping[GroupRank, tuple[Piece, ...]]  # by rank, in order
+    _world_size: int
 
     @classmethod
     def of(cls, bucket: Sequence[Slot], owners: Sequence[GroupRank], *, world_size: int) -> ByRank:
         """``owners`` are those of the bucket's parameters."""
-        owned: list[list[Piece]] = [[] for _ in range(world_size)]
+        owned: dict[GroupRank, list[Piece]] = {}
         for (param, numel), owner in zip(bucket, owners, strict=True):
-            owned[owner].append(Piece(param, 0, numel))
-        return cls(tuple(map(tuple, owned)))
+            owned.setdefault(owner, []).append(Piece(param, 0, numel))
+        return cls({rank: tuple(owned[rank]) for rank in sorted(owned)}, world_size)
 
     def segments(self) -> tuple[Segment, ...]:
-        return tuple(Segment(GroupRank(rank), pieces) for rank, pieces in enumerate(self._owned) if pieces)
+        return tuple(Segment(rank, pieces) for rank, pieces in self._owned.items())
 
     def owned_by(self, rank: GroupRank) -> tuple[Piece, ...]:
-        return self._owned[rank]
+        return self._owned.get(rank, ())
 
     def order(self) -> list[int]:
-        return [piece.param for pieces in self._owned for piece in pieces]
+        return [piece.param for pieces in self._owned.values() for piece in pieces]
 
     def bounds(self) -> list[int]:
-        return list(accumulate((sum(piece.stop for piece in pieces) for pieces in self._owned), initial=0))
+        sizes = [0] * self._world_size
+        for rank, pieces in self._owned.items():
+            sizes[rank] = sum(piece.stop for piece in pieces)
+        return list(accumulate(sizes, initial=0))
+
+    def end(self, num_ranks: int) -> int:
+        return sum(piece.stop for rank, pieces in self._owned.items() if rank < num_ranks for piece in pieces)
 
 
 @dataclass(frozen=True, slots=True)
