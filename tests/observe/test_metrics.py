@@ -78,9 +78,11 @@ def test_each_point_is_of_the_time_since_the_one_before() -> None:
         iterate(ddp, zero, x)
     stats = writer.write(step=5)
     found = {tag: value for tag, value, step in written if step == 5}
-    assert len(found) == len(written) == 12, written
+    assert len(found) == len(written) == 14, written
     assert found["mine/updates"] == 5
     assert found["mine/skipped"] == 0
+    assert 1 <= found["mine/balance/state"] < 1.5
+    assert 1 <= found["mine/balance/work"] < 1.5
     assert found["mine/sent_mb_per_update"] == pytest.approx((stats.sent_bytes - before.sent_bytes) / 2 / 2**20)
     assert stats.exposed_ms is not None
     assert found["mine/exposed_ms_per_update"] == pytest.approx((stats.exposed_ms - (before.exposed_ms or 0)) / 2)

@@ -20,6 +20,7 @@ from zerolap.observe.trace import take
 from zerolap.runtime.bucket import Bucket
 from zerolap.runtime.engine import Engine
 from zerolap.runtime.safety import Audit, NonFiniteCheck
+from zerolap.runtime.wrapped_tensors import num_bytes_of
 from zerolap.schedule.balance import Balance, Load
 
 
@@ -152,7 +153,7 @@ class Handle:
             num_skipped=0 if self._nonfinite is None else self._nonfinite.num_skipped,
             num_buckets=len(layout),
             sent_bytes=probe.sent_bytes,
-            state_bytes=sum(t.nbytes for state in states for t in state.values() if isinstance(t, Tensor)),
+            state_bytes=sum(num_bytes_of(t) for state in states for t in state.values() if isinstance(t, Tensor)),
             state_balance=balance.state,
             work_balance=balance.work,
             flat_bytes=sum(bucket.flat.buffer.nbytes for bucket in engine.installed if bucket.flat is not None),

@@ -73,22 +73,22 @@ def workload_of(
                 update_cost=update_cost(by, shape),
             )
         )
-    layout: Layout
-    if measured is None:
-        cap_mb = 25 if bucket_cap_mb is None else bucket_cap_mb
-        layout = bucketize(
-            described,
-            cap_bytes=int(cap_mb * MB),
-            first_bytes=FIRST_BUCKET_BYTES if bucket_cap_mb is None else None,
-        )
-    else:
-        layout = tuple(tuple(Slot(i, described[i].numel) for i in bucket) for bucket in measured.buckets)
     return Workload(
         params=tuple(described),
-        layout=layout,
+        layout=_layout(described, bucket_cap_mb, measured),
         reduce_itemsize=precision.reduce_dtype.itemsize if precision.reduce_dtype else None,
         gather_itemsize=precision.gather_dtype.itemsize if precision.gather_dtype else None,
         max_receive_bytes=max_receive_bytes,
+    )
+
+
+def _layout(params: Sequence[Param], bucket_cap_mb: float | None, measured: Measured | None) -> Layout:
+    if measured is not None:
+        return tuple(tuple(Slot(i, params[i].numel) for i in bucket) for bucket in measured.buckets)
+    return bucketize(
+        params,
+        cap_bytes=int((25 if bucket_cap_mb is None else bucket_cap_mb) * MB),
+        first_bytes=FIRST_BUCKET_BYTES if bucket_cap_mb is None else None,
     )
 
 

@@ -31,6 +31,7 @@ from zerolap.runtime.param_groups import Options, ParamGroup, options_of, params
 from zerolap.runtime.shard_optimizer import LocalOptimizer, stand_in_for
 from zerolap.runtime.state_pieces import by_param
 from zerolap.runtime.state_transfer import check_sendable
+from zerolap.runtime.wrapped_tensors import is_wrapped
 from zerolap.schedule.ownership import Piece
 
 logger = logger_of(__name__)
@@ -290,7 +291,7 @@ def refuse_immovable(factory: Factory, groups: Sequence[ParamGroup]) -> None:
         except Exception:  # which the constructor has told
             return
         try:
-            _refuse_subclasses(stays.local)
+            _refuse_opaque_tensors(stays.local)
             states = stays.local.flat_states()
             check_sendable(states)
             moved = _Trial(factory, stays.local.options(), samples, stays.tensors)
@@ -312,11 +313,13 @@ def refuse_immovable(factory: Factory, groups: Sequence[ParamGroup]) -> None:
         )
 
 
-def _refuse_subclasses(local: LocalOptimizer) -> None:
+def _refuse_opaque_tensors(local: LocalOptimizer) -> None:
     for state in local.states().values():
         for key, value in state.items():
-            if isinstance(value, Tensor) and type(value) not in (Tensor, nn.Parameter):
-                raise TypeError(f"its {key!r} is not a plain tensor but a {type(value).__name__}")
+            if isinstance(value, Tensor) and type(value) not in (Tensor, nn.Parameter) and not is_wrapped(value):
+                raise TypeError(
+                    f"its {key!r} is not a plain tensor but a {type(value).__name__}, which has no __tensor_flatten__ to take it apart by"
+                )
 
 
 # --- may it be cut, and where? ------------------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ def consolidate(book: ShardBook, *, to: int, group: dist.ProcessGroup) -> dict[i
     )
     grouped = by_param(pieces)
     del pieces  # so that each goes when it has been joined
-    return _joined(grouped, params) if group.rank() == to else None
+    return _joined(grouped, book) if group.rank() == to else None
 
 
 def _check_destination(to: int, group: dist.ProcessGroup) -> None:
@@ -86,13 +86,13 @@ def _check_destination(to: int, group: dist.ProcessGroup) -> None:
         )
 
 
-def _joined(grouped: dict[int, list[tuple[Piece, State]]], params: Sequence[Tensor]) -> dict[int, State]:
+def _joined(grouped: dict[int, list[tuple[Piece, State]]], book: ShardBook) -> dict[int, State]:
     whole = {}
-    for index, param in enumerate(params):
+    for index, param in enumerate(book.params):
         joined = fit(grouped.pop(index, ()), Piece(index, 0, param.numel()))
         if joined is not None:
             # Copied: our own states would change under the snapshot's feet with the next step.
-            whole[index] = shaped_state(copied(joined, device="cpu"), param)
+            whole[index] = book.as_saved(index, shaped_state(copied(joined, device="cpu"), param))
     return whole
 
 

@@ -20,6 +20,7 @@ from zerolap._torch import foreach_copy_, step_hooks_of
 from zerolap.runtime.param_groups import Options, ParamGroup, options_of, params_of
 from zerolap.runtime.state_pieces import State, by_param, copied, fit, flat_state, is_flat, shaped_state
 from zerolap.runtime.update_cost import update_cost
+from zerolap.runtime.wrapped_tensors import is_taken_apart, put_together
 from zerolap.schedule.balance import Load
 from zerolap.schedule.ownership import GroupRank, Piece, greedy_owners
 
@@ -131,21 +132,33 @@ class LocalOptimizer:
 
     def blank_states(self) -> dict[Piece, State]:
         """Flat states such as a first step makes, found by stepping copies of no value; what is here stays as it is."""
-        piece_of = {tensor: piece for piece, tensor in self._tensors.items()}
-        groups, copies = [], {}
-        for group in self.optimizer.param_groups:
-            blanks = {piece_of[tensor]: nn.Parameter(torch.zeros_like(tensor)) for tensor in group["params"]}
-            copies.update(blanks)
-            groups.append({**group, "params": list(blanks.values())})
-        for blank in copies.values():
+        made = self._first_states(list(self._tensors.values()))
+        return {
+            piece: flat_state({**state, MASTER: blank.detach()} if self._params is not None else state, blank)
+            for piece, (blank, state) in zip(self._tensors, made, strict=True)
+        }
+
+    def whole_tensors(self, state: State, tensor: Tensor) -> State:
+        """A state whose tensors were taken apart, with those put together as this optimizer makes them for ``tensor``."""
+        if not any(map(is_taken_apart, state.values())):
+            return state
+        ((_, made),) = self._first_states([tensor])
+        return {
+            key: put_together(value, made.get(key)) if is_taken_apart(value) else value for key, value in state.items()
+        }
+
+    def _first_states(self, tensors: Sequence[Tensor]) -> list[tuple[Tensor, State]]:
+        """For each of these, which are some of ours, a copy of no value and the state that a first step makes of that."""
+        blanks = {tensor: nn.Parameter(torch.zeros_like(tensor)) for tensor in tensors}
+        groups = [
+            {**group, "params": [blanks[tensor] for tensor in group["params"] if tensor in blanks]}
+            for group in self.optimizer.param_groups
+        ]
+        for blank in blanks.values():
             blank.grad = torch.zeros_like(blank)
         optimizer = self._factory(groups)
         optimizer.step()
-        masters = {} if self._params is None else {MASTER: None}
-        return {
-            piece: flat_state({**optimizer.state[blank], **{name: blank.detach() for name in masters}}, blank)
-            for piece, blank in copies.items()
-        }
+        return [(blank, optimizer.state[blank]) for blank in blanks.values()]
 
     def load(self, states: Mapping[int, Sequence[tuple[Piece, State]]], *, copies: bool = True) -> None:
         """Take what is ours from flat states by parameter; the optimizer's own rules decide dtype and device.
@@ -164,7 +177,7 @@ class LocalOptimizer:
                 state = {
                     key: value if _is_alone(value, tensor.numel()) else copied(value) for key, value in state.items()
                 }
-            state = shaped_state(state, tensor)
+            state = self.whole_tensors(shaped_state(state, tensor), tensor)
             if MASTER in state:
                 with_masters[tensor] = state
             state = {key: value for key, value in state.items() if key != MASTER}
@@ -321,6 +334,14 @@ class ShardBook:
     def flat_states(self) -> dict[Piece, State]:
         """The states of everything this rank owns, ready to travel."""
         return {piece: state for local in self.locals for piece, state in local.flat_states().items()}
+
+    def as_saved(self, index: int, state: State) -> State:
+        """The state of a whole parameter as the class itself has it, with all tensors on the CPU."""
+        if not any(map(is_taken_apart, state.values())):
+            return state
+        param = self.params[index]
+        blank = stand_in_for(param, memory=torch.zeros_like(param, device="cpu"))
+        return self.make_local({_whole(index, param): blank}).whole_tensors(state, blank)
 
     def load(self, states: Mapping[Piece, State]) -> None:
         """Give each optimizer the states of its pieces, cut and joined as needed."""

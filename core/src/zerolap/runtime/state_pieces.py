@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zerolap.runtime.wrapped_tensors import is_wrapped, take_apart
 from zerolap.schedule.ownership import Piece
 
 State = dict[str, Any]  # one parameter's optimizer state, as torch.optim keeps it
@@ -26,17 +27,20 @@ def strides_in_bucket(param: Tensor) -> tuple[int, ...]:
 
 
 def flat_state(state: State, like: Tensor) -> State:
-    """A state of ``like`` with every entry per element made flat."""
-    return {
-        name: _flat(value, like)
-        if isinstance(value, Tensor) and value.shape == like.shape and name != "step"
-        else value
-        for name, value in state.items()
-    }
+    """A state of ``like`` with every entry per element made flat, and tensors that are made of others taken apart."""
+    return {name: _travelling(name, value, like) for name, value in state.items()}
+
+
+def _travelling(name: str, value: Any, like: Tensor) -> Any:
+    if is_wrapped(value):
+        return take_apart(value)
+    if isinstance(value, Tensor) and value.shape == like.shape and name != "step":
+        return _flat(value, like)
+    return value
 
 
 def shaped_state(state: State, like: Tensor) -> State:
-    """The inverse of ``flat_state``: entries per element get the shape and strides of ``like``."""
+    """The inverse of ``flat_state``: entries per element get the shape and strides of ``like``. What was taken apart stays so."""
     return {
         name: value.contiguous().as_strided(like.shape, strides_in_bucket(like))
         if is_flat(value, like.numel()) and name != "step"
