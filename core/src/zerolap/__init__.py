@@ -14,10 +14,11 @@ if TYPE_CHECKING:
     from zerolap.api.attach import attach as attach
     from zerolap.api.grad_scaler import GradScaler as GradScaler
     from zerolap.api.handle import Handle as Handle
-    from zerolap.api.handle import trace as trace
     from zerolap.api.hooks import hook_with_zero_step as hook_with_zero_step
     from zerolap.api.hooks import hook_with_zero_step_interleaved as hook_with_zero_step_interleaved
     from zerolap.api.optimizer import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
+    from zerolap.api.shard import shard as shard
+    from zerolap.api.tracing import trace as trace
     from zerolap.backend.base import Adapter as Adapter
     from zerolap.backend.base import Capabilities as Capabilities
     from zerolap.backend.base import GroupSpec as GroupSpec
@@ -81,7 +82,8 @@ _HOMES = {
     "installed_adapters": "zerolap.backend.registry",
     "load_adapter": "zerolap.backend.registry",
     "log_to_stderr": "zerolap._logging",
-    "trace": "zerolap.api.handle",
+    "shard": "zerolap.api.shard",
+    "trace": "zerolap.api.tracing",
 }
 
 __all__ = [*_HOMES]

@@ -93,6 +93,7 @@ step_hooks_of: Callable[[Optimizer], tuple[dict[int, Any], dict[int, Any]]] = re
     "torch.optim.Optimizer._optimizer_step_pre_hooks", "torch.optim.Optimizer._optimizer_step_post_hooks"
 )
 STEP_CALLED = text("torch.optim.Optimizer._opt_called")  # an attribute of objects
+WRAPPED_BY_SCHEDULER = text("torch.optim.lr_scheduler.LRScheduler._wrapped_by_lr_sched")  # an attribute of a step()
 devices_with_fused_kernels: Callable[[], list[str]] = used(
     "torch.utils._foreach_utils._get_fused_kernels_supported_devices"
 )

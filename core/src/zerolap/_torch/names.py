@@ -141,6 +141,13 @@ _OPTIMIZERS = (
         written_in="optim/lr_scheduler.py",
     ),
     PrivateName(
+        "torch.optim.lr_scheduler.LRScheduler._wrapped_by_lr_sched",
+        "marks a step() that an LR scheduler has wrapped",
+        "shard() refuses optimizers that an LR scheduler was made on",
+        kind=Kind.OVERRIDDEN,
+        written_in="optim/lr_scheduler.py",
+    ),
+    PrivateName(
         "torch.optim.Optimizer._step_supports_amp_scaling",
         "is where torch's GradScaler is told that it sees unreduced gradients only",
         "torch's GradScaler is not refused, and unscales the wrong gradients",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from zerolap.api.preflight import called_together, check_sent_dtype, several, un
 from zerolap.api.tuner import Tuner, compiled_parts
 from zerolap.backend.base import Adapter
 from zerolap.runtime.books import Books
-from zerolap.runtime.engine import Engine
+from zerolap.runtime.engine import DDPHook, Engine
 from zerolap.runtime.exchange_strategies import ReduceScatter
 from zerolap.runtime.optimizer_facts import Factory, exact_cuts, fused_is_same, is_elementwise
 from zerolap.runtime.param_groups import options_of, params_of
@@ -120,6 +121,8 @@ class _Attachment:
             module=self.ddp.module,
             undo=undo.close,
         )
+        for optimizer in self.optimizers:
+            optimizer._handle = handle
         logger.info("attached: %s", handle)
         return handle
 
@@ -199,8 +202,13 @@ class _Attachment:
                 use_gather=use_gather,
             )
             undo.callback(tuner.close)
-        undo.callback(take_buckets(ddp, engine, optimizers).turn_off)
+        undo.callback(_turn_off, weakref.ref(take_buckets(ddp, engine, optimizers)))  # which has the optimizers
         return engine, audit, nonfinite, tuner
+
+
+def _turn_off(hook: weakref.ref[DDPHook]) -> None:
+    if (found := hook()) is not None:
+        found.turn_off()
 
 
 def _observe(engine: Engine, safety: Safety) -> tuple[Audit, NonFiniteCheck | None]:
@@ -276,7 +284,9 @@ def _agree_on_facts(optimizer: ZeroRedundancyOptimizer, *, cut: int, precision: 
     What one rank finds may be another's for another number of threads, or another processor: what all have found counts.
     """
     factory, groups = optimizer._book.factory, optimizer.param_groups
-    is_known = optimizer._optimizer_class in WITH_FUSED  # a subclass may do otherwise with it
+    is_known = (
+        optimizer._optimizer_class in WITH_FUSED and not optimizer._keeps_options
+    )  # a subclass may do otherwise with it
     fused = [is_known and _may_be_fused(factory, group, precision) for group in groups]
     for group, is_fused in zip(groups, fused, strict=True):
         if is_fused:

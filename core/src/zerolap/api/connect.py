@@ -168,12 +168,17 @@ def start_engine(
 def _give_engine(engine: Engine, zeros: Sequence[ZeroRedundancyOptimizer], undo: ExitStack) -> None:
     for number, zero in enumerate(zeros):
         zero._engine, zero._number = engine, number
-        undo.callback(setattr, zero, "_engine", None)
+        undo.callback(_forget_engine, weakref.ref(zero))  # which has the handle, and that has this
     undo.callback(engine.dispose)
     if engine.books.rank == 0:
         prefix = engine.run_name.rpartition("-")[0]
         forget = weakref.finalize(engine, forget_keys, store_of(zeros[0].process_group), prefix)
         forget.atexit = False
+
+
+def _forget_engine(optimizer: weakref.ref[ZeroRedundancyOptimizer]) -> None:
+    if (zero := optimizer()) is not None:
+        zero._engine = zero._handle = None
 
 
 def hook_of(ddp: DistributedDataParallel) -> DDPHook | None:

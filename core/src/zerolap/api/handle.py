@@ -1,18 +1,17 @@
-"""What ``attach`` returns, and traces for those who did not keep it."""
+"""What ``attach`` returns."""
 
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from zerolap._public import public
-from zerolap.api.connect import hook_of
-from zerolap.api.optimizer import ZeroRedundancyOptimizer
 from zerolap.api.tuner import Tuner
 from zerolap.observe.recorder import Trace
 from zerolap.observe.stats import Stats
@@ -30,7 +29,7 @@ class Handle:
 
     def __init__(
         self,
-        optimizers: Sequence[ZeroRedundancyOptimizer],
+        optimizers: Sequence[Any],
         engine: Engine,
         *,
         audit: Audit,
@@ -39,7 +38,9 @@ class Handle:
         module: nn.Module,
         undo: Callable[[], None],
     ) -> None:
-        self._optimizers = optimizers
+        # Each has the handle, and nothing shall be left to the garbage collector.
+        self._optimizers: list[weakref.ref[Any]] = [weakref.ref(each) for each in optimizers]
+        self._group = optimizers[0].process_group
         self._engine = engine
         self._audit = audit
         self._nonfinite = nonfinite
@@ -60,7 +61,7 @@ class Handle:
     @property
     def is_attached(self) -> bool:
         """Whether updates are still overlapped by this ``attach``."""
-        return self._optimizers[0]._engine is self._engine
+        return getattr(self._optimizers[0](), "_engine", None) is self._engine
 
     @property
     def schedule(self) -> str:
@@ -95,8 +96,8 @@ class Handle:
             if not has_failed:
                 self.finish()
         finally:
-            for optimizer in self._optimizers:
-                optimizer._engine = None
+            for optimizer in filter(None, (each() for each in self._optimizers)):
+                optimizer._engine = optimizer._handle = None
             with suppress(Exception) if has_failed else nullcontext():  # what is broken cannot be closed in order
                 self._undo()
 
@@ -108,7 +109,7 @@ class Handle:
         """
         if not self.is_attached:
             raise RuntimeError("there is nothing to trace: this was detached")
-        ranks = dist.get_process_group_ranks(self._optimizers[0].process_group)
+        ranks = dist.get_process_group_ranks(self._group)
         return take(self._engine, ranks=ranks, module=self._module, path=path)
 
     def audit(self) -> None:
@@ -198,37 +199,6 @@ def _shard_gradient_bytes(bucket: Bucket) -> int:
         return bucket.freed.num_shard_bytes
     cast = None if bucket.shard is None else bucket.shard.cast
     return sum(each.nbytes for each in (bucket.shard_gradients, cast) if each is not None)
-
-
-@public
-def trace(
-    target: Handle | DistributedDataParallel | ZeroRedundancyOptimizer, path: str | os.PathLike[str] | None = None
-) -> AbstractContextManager[Trace]:
-    """``handle.trace(path)`` without a handle: of a DDP, or an optimizer, that is attached or has a hook.
-
-    Args:
-        target: A handle, the DDP or the optimizer.
-        path: As in ``Handle.trace``.
-    """
-    if isinstance(target, Handle):
-        return target.trace(path)
-    engine: Engine | None
-    module: nn.Module | None = None
-    if isinstance(target, DistributedDataParallel):
-        hook = hook_of(target)
-        engine, module = None if hook is None else hook.engine, target.module
-    elif isinstance(target, ZeroRedundancyOptimizer):
-        engine = target._engine
-    else:
-        raise TypeError(
-            f"a trace is of what zerolap.attach() returned, a DDP or a ZeroRedundancyOptimizer, not of {type(target).__name__}"
-        )
-    if engine is None:
-        raise ValueError(
-            f"this {type(target).__name__} is not attached; call zerolap.attach(), or trace the optimizer if a hook was made "
-            "for it"
-        )
-    return take(engine, ranks=dist.get_process_group_ranks(target.process_group), module=module, path=path)
 
 
 def refresh_masters(engine: Engine) -> None:

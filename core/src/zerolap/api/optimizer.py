@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -17,15 +16,15 @@ from torch.optim import Optimizer
 from zerolap._logging import logger_of
 from zerolap._public import public
 from zerolap._torch import STEP_CALLED, foreach_zero_, join_config_of
+from zerolap.api.construction import append_group, construct, expose_groups
 from zerolap.api.modes import WithModes
-from zerolap.api.optimizer_arguments import as_groups, check_optimizer_class, check_params, tensors_of
 from zerolap.api.preflight import called_together, meeting_group
 from zerolap.errors import forked
 from zerolap.runtime import optimizer_state
 from zerolap.runtime.optimizer_description import compare_between_ranks
-from zerolap.runtime.optimizer_facts import refuse_inseparable
+from zerolap.runtime.optimizer_facts import Factory
 from zerolap.runtime.param_broadcast import ParamBroadcast
-from zerolap.runtime.param_groups import Options, ParamGroup, exposed, options_of
+from zerolap.runtime.param_groups import Options, ParamGroup, options_of
 from zerolap.runtime.peers import refuse_together
 from zerolap.runtime.shard_optimizer import ShardBook
 from zerolap.runtime.state_pieces import State
@@ -33,10 +32,47 @@ from zerolap.schedule.machine import Schedule
 from zerolap.schedule.ownership import GlobalRank, GroupRank, Piece
 
 if TYPE_CHECKING:
+    from zerolap.api.handle import Handle
     from zerolap.runtime.engine import Engine
     from zerolap.runtime.reduced_gradients import ReducedGradients
 
 logger = logger_of(__name__)
+
+
+def set_up(
+    zero: ZeroRedundancyOptimizer,
+    params: Any,
+    optimizer_class: type[Optimizer],
+    factory: Factory,
+    *,
+    process_group: dist.ProcessGroup | None,
+    parameters_as_bucket_view: bool = False,
+    overlap_with_ddp: bool = False,
+) -> None:
+    """Make one, of nothing or of what was another optimizer before. ``factory`` makes what steps this rank's part."""
+    if cast(object, process_group) is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("this rank is not in the process_group; make the optimizer on the ranks of that group only")
+    group = meeting_group(process_group)
+    zero.process_group = group
+    zero.world_size = group.size()
+    zero.rank = GroupRank(group.rank())
+    zero.global_rank = GlobalRank(dist.get_rank())
+    zero.parameters_as_bucket_view = parameters_as_bucket_view
+    zero.initialized = False
+    zero._process = os.getpid()
+    zero._overlap_with_ddp = overlap_with_ddp
+    zero._optimizer_class = optimizer_class
+    zero._engine = zero._handle = zero._consolidated = None
+    zero._number = 0
+    zero._is_untouched = True
+    zero._keeps_options = False
+    construct_it = partial(construct, zero, params, process_group, factory)
+    refuse_together(construct_it, group=group, what="constructing ZeroRedundancyOptimizer")
+    zero._compare_with_other_ranks()
+    if overlap_with_ddp and parameters_as_bucket_view:
+        logger.warning("parameters_as_bucket_view=True has no effect under overlap: there it is always so")
+    zero._broadcast.lay_out()
+    zero.initialized = True
 
 
 class _StepJoinHook(JoinHook):
@@ -66,6 +102,24 @@ class ZeroRedundancyOptimizer(WithModes, Optimizer, Joinable):
         **defaults: Options of ``optimizer_class``, such as ``lr``, for param groups that do not set them.
     """
 
+    process_group: dist.ProcessGroup
+    world_size: int
+    rank: GroupRank
+    global_rank: GlobalRank
+    parameters_as_bucket_view: bool
+    initialized: bool
+    _process: int
+    _overlap_with_ddp: bool
+    _optimizer_class: type[Optimizer]
+    _book: ShardBook
+    _broadcast: ParamBroadcast
+    _engine: Engine | None
+    _handle: Handle | None
+    _number: int  # of several that are overlapped together
+    _consolidated: dict[int, State] | None
+    _is_untouched: bool  # no rank has a state: none was made by a step, none loaded
+    _keeps_options: bool  # as they are: none is set where that would make it faster
+
     @called_together
     def __init__(
         self,
@@ -76,36 +130,22 @@ class ZeroRedundancyOptimizer(WithModes, Optimizer, Joinable):
         overlap_with_ddp: bool = False,
         **defaults: Any,
     ) -> None:
-        if cast(object, process_group) is dist.GroupMember.NON_GROUP_MEMBER:
-            raise ValueError(
-                "this rank is not in the process_group; make the optimizer on the ranks of that group only"
-            )
-        group = meeting_group(process_group)
-        self.process_group: dist.ProcessGroup = group
-        self.world_size: int = group.size()
-        self.rank: GroupRank = GroupRank(group.rank())
-        self.global_rank: GlobalRank = GlobalRank(dist.get_rank())
-        self.parameters_as_bucket_view = parameters_as_bucket_view
-        self.initialized = False
-        self._process = os.getpid()
-        self._overlap_with_ddp = overlap_with_ddp
-        self._optimizer_class = optimizer_class
-        self._book: ShardBook
-        self._broadcast: ParamBroadcast
-        self._engine: Engine | None = None
-        self._number = 0  # of several that are overlapped together
-        self._consolidated: dict[int, State] | None = None
-        self._is_untouched = True  # no rank has a state: none was made by a step, none loaded
-
-        construct = partial(_construct, self, params, process_group, defaults)
-        refuse_together(construct, group=group, what="constructing ZeroRedundancyOptimizer")
-        self._compare_with_other_ranks()
-        if overlap_with_ddp and parameters_as_bucket_view:
-            logger.warning("parameters_as_bucket_view=True has no effect under overlap: there it is always so")
-        self._broadcast.lay_out()
-        self.initialized = True
+        set_up(
+            self,
+            params,
+            optimizer_class,
+            lambda groups: optimizer_class(groups, **defaults),
+            process_group=process_group,
+            parameters_as_bucket_view=parameters_as_bucket_view,
+            overlap_with_ddp=overlap_with_ddp,
+        )
 
     # --- what the user calls ------------------------------------------------------------------------------------------
+
+    @property
+    def handle(self) -> Handle | None:
+        """What ``attach`` has returned for this optimizer; None if it is not attached."""
+        return self._handle
 
     @property
     def optim(self) -> Any:
@@ -134,16 +174,14 @@ class ZeroRedundancyOptimizer(WithModes, Optimizer, Joinable):
         """Add a group, on all ranks; each gets a share of it. Under overlap it counts from the next backward on."""
         if not getattr(self, "initialized", False):  # called by torch's constructor
             super().add_param_group(param_group)
-            _expose_groups(self)
+            expose_groups(self)
             return
 
         self._refuse_fork()
         num_groups = len(self.param_groups)
 
         try:
-            refuse_together(
-                lambda: _append_group(self, param_group), group=self.process_group, what="add_param_group()"
-            )
+            refuse_together(lambda: append_group(self, param_group), group=self.process_group, what="add_param_group()")
             self._compare_with_other_ranks()
         except Exception:
             del self.param_groups[num_groups:]  # where it was right, too: the ranks' groups stay the same
@@ -176,7 +214,7 @@ class ZeroRedundancyOptimizer(WithModes, Optimizer, Joinable):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        _expose_groups(self)  # load_state_dict() puts others in their place
+        expose_groups(self)  # load_state_dict() puts others in their place
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Collect the whole state on group rank ``to``, for its ``state_dict()``. Called by all ranks; only ``to`` receives."""
@@ -297,67 +335,6 @@ class ZeroRedundancyOptimizer(WithModes, Optimizer, Joinable):
     def _compare_with_other_ranks(self) -> None:
         """ValueError on all ranks if class, options or parameters are not the same everywhere."""
         compare_between_ranks((self._optimizer_class, self.param_groups), group=self.process_group)
-
-
-def _construct(
-    zero: ZeroRedundancyOptimizer, params: Any, process_group: dist.ProcessGroup | None, defaults: dict[str, Any]
-) -> None:
-    """What may be refused on one rank alone, and so is refused on all."""
-    group, overlap = zero.process_group, zero._overlap_with_ddp
-    if process_group is not None and process_group is not group:
-        raise TypeError(
-            f"process_group must be a ProcessGroup that this rank is in, or None for all ranks, got {process_group!r}"
-        )
-    groups = as_groups(params)
-    optimizer_class = zero._optimizer_class
-    check_optimizer_class(optimizer_class)
-    check_params(tensors_of(groups), overlap=overlap)
-    # Without the defaults: the class fills them in, and may do so in another way for each group.
-    Optimizer.__init__(zero, groups, {})
-    Joinable.__init__(zero)
-    weak = weakref.ref(zero)  # which keeps the book
-    zero._book = ShardBook(
-        groups=lambda: weak().param_groups,  # type: ignore[union-attr]  # it is alive while its book is used
-        factory=lambda groups: optimizer_class(groups, **defaults),
-        rank=zero.rank,
-        world_size=zero.world_size,
-    )
-    zero._book.own_greedily(is_provisional=overlap)
-    zero._expose_options()
-    zero.defaults = dict(zero._book.locals[0].optimizer.defaults)  # some LR schedulers look there
-    _refuse_inseparable(zero)
-    in_buffers = zero.parameters_as_bucket_view and not overlap
-    zero._broadcast = ParamBroadcast(zero._book, group, in_buffers=in_buffers)
-
-
-def _append_group(zero: ZeroRedundancyOptimizer, param_group: ParamGroup) -> None:
-    """Append a group to the exposed ones, with the options that the class gives it."""
-    (group,) = as_groups([param_group])
-    check_params([*zero._book.params, *tensors_of([group])], overlap=zero._overlap_with_ddp)
-    zero.defaults, defaults = {}, zero.defaults  # as in the constructor
-    try:
-        Optimizer.add_param_group(zero, group)
-    finally:
-        zero.defaults = defaults
-    made = zero._book.make_local({})  # by the class, which fills in the options, and may refuse some
-    zero.param_groups[-1].update(made.options()[-1])
-    _refuse_inseparable(zero)
-
-
-def _refuse_inseparable(zero: ZeroRedundancyOptimizer) -> None:
-    if zero._overlap_with_ddp or zero.world_size > 1:  # or else one optimizer has all parameters
-        refuse_inseparable(zero._book.factory, zero.param_groups)
-
-
-def _expose_groups(zero: ZeroRedundancyOptimizer) -> None:
-    """Replace the groups by ones that wait for their parameters before they hand them out."""
-    weak = weakref.ref(zero)  # which has the groups
-
-    def wait() -> None:
-        if (optimizer := weak()) is not None:
-            optimizer._wait_for_params()
-
-    zero.param_groups[:] = exposed(zero.param_groups, wait)
 
 
 def _step_under_overlap(

@@ -96,8 +96,29 @@ def check_kinds(ddp: object, optimizer: object, *, expected: type[Optimizer]) ->
     if isinstance(optimizer, LRScheduler):
         raise TypeError(f"optimizer must be the optimizer, got its LR scheduler, a {type(optimizer).__name__}")
     name = type(optimizer).__name__
-    how = _HOW_TO_MAKE.format(name=name if isinstance(optimizer, Optimizer) else "torch.optim.AdamW")
+    if isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"optimizer must be a zerolap.{expected.__name__}, got {name}; zerolap.shard(ddp, optimizer) makes one of it"
+        )
+    how = _HOW_TO_MAKE.format(name="torch.optim.AdamW")
     raise TypeError(f"optimizer must be a zerolap.{expected.__name__}, got {name}; make one: {how}")
+
+
+def check_plain(ddp: object, optimizer: object, *, sharded: type[Optimizer]) -> None:
+    """Refuse, with what to do, all but a DDP and a plain optimizer."""
+    if isinstance(optimizer, sharded):
+        raise TypeError("optimizer is sharded already; overlap it with DDP by zerolap.attach(ddp, optimizer)")
+    if isinstance(ddp, nn.Module) and isinstance(optimizer, Optimizer) and type(optimizer).__name__ != sharded.__name__:
+        _check_ddp(ddp)
+        return
+    if isinstance(optimizer, type):
+        raise TypeError(
+            f"optimizer must be an optimizer, got the class {optimizer.__qualname__}; make one of ddp.parameters()"
+        )
+    if isinstance(optimizer, nn.Module | LRScheduler | Optimizer) or isinstance(ddp, Optimizer):
+        check_kinds(ddp, optimizer, expected=sharded)
+    _check_ddp(ddp)
+    raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
 
 
 def _check_ddp(ddp: object) -> None:
