@@ -18,31 +18,12 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.swa_utils import AveragedModel
 
 import zerolap
+from support.late import Late
 from support.ranks import on_ranks
 from support.training import assert_same_params, backward, batches, iterate, num_in_flight, pair
-from zerolap.backend.lanes import Pending
-from zerolap.backend.parts import Parts
 from zerolap_conformance.ranks import try_ranks
-from zerolap_cpu_gloo import CpuGlooAdapter
 
 SCHEDULES = ("interleaved", "after_backward", "on_step")
-
-
-class Late(CpuGlooAdapter):
-    """Nothing arrives before it is waited for."""
-
-    def all_gather(self, parts: Parts, **options: Any) -> Pending:
-        wire = torch.cat(parts.tensors)
-        ends = [0, *itertools.accumulate(part.numel() for part in parts.tensors)]
-        pending = super().all_gather(Parts.cut(wire, ends), **options)
-
-        def arrive() -> None:
-            received = wire.split([part.numel() for part in parts.tensors])
-            for rank, (part, sent) in enumerate(zip(parts.tensors, received, strict=True)):
-                if rank != options["group"].rank():
-                    part.copy_(sent)
-
-        return Pending([pending], tensors=(wire,), what="", sent_bytes=pending.sent_bytes, finish=arrive)
 
 
 def _both(schedule: str) -> tuple[tuple[DDP, Any], tuple[DDP, Any], zerolap.Handle]:
