@@ -112,7 +112,7 @@ def _times(given: argparse.Namespace, source: Any) -> dict[str, Any]:
             )
         figures[name] = {"seconds": [], "cpu": [], "sent": [], "wire": []}
     interface = os.environ["GLOO_SOCKET_IFNAME"]
-    sharing = given.ranks if interface == "lo" else 1  # loopback counts everybody's
+    sharing = int(os.environ["RANKS_PER_HOST"])  # the interface counts what all of them send
     for round_ in range(given.rounds + 1):  # the first is to warm up
         for name, entry in made.items():
             batches = _batches(given, source, round_ + 1, (given.steps if round_ else 1) + 2)
@@ -280,7 +280,11 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--model", choices=list(MODELS), default="lm5")
     made.add_argument("--optimizer", choices=list(REFERENCES), default="adamw", help="alone, or Muon with AdamW")
-    made.add_argument("--network", default="loopback", help="loopback, or Mbit/s, as in 1000 or 100+5ms (needs root)")
+    made.add_argument(
+        "--network",
+        default="loopback",
+        help="loopback, or Mbit/s of every host: 1000, 100+5ms, two hosts 2x100 (needs root)",
+    )
     made.add_argument("--ranks", type=int, default=2)
     made.add_argument("--batch", type=int, default=1)
     made.add_argument("--cap", type=float, default=5, help="MB a bucket, where it is not the default")

@@ -92,6 +92,40 @@ class Convnet(nn.Module):
         return torch.randn(4 * size, 3, 32, 32, generator=generator)
 
 
+class _Computing(torch.autograd.Function):
+    """Passes on what it is given, after a pause: twice as long in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        time.sleep(2 * ctx.seconds)
+        return grads[0], None
+
+
+class Asleep(nn.Module):
+    """Layers of 1 MB that take a millisecond a step for each row of a batch, as if there were a core for every rank: two rows are computed,
+    and for the others it sleeps."""
+
+    def __init__(self, num_layers: int = 8) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(num_layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        seconds = 1e-3 * len(x) / len(self.layers) / 3
+        x = x[:2]
+        for layer in self.layers:
+            x = _Computing.apply(torch.tanh(layer(x)), seconds)
+        return x.square().mean()
+
+    def batch(self, size: int, generator: torch.Generator) -> Tensor:
+        return torch.randn(size, 512, generator=generator)
+
+
 MODELS: dict[str, Callable[[], Any]] = {
     "lm5": lambda: Lm(1024, 256, 6, 4),
     "lm27": lambda: Lm(8192, 512, 6, 8),
@@ -99,6 +133,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "lm110": lambda: Lm(16384, 768, 12, 12),
     "many": ManySmall,
     "conv": Convnet,
+    "asleep": Asleep,
 }
 
 

@@ -129,17 +129,17 @@ def run_rank(given: argparse.Namespace) -> None:
 
 def run(given: argparse.Namespace) -> list[dict[str, Any]]:
     """Start the ranks and bring home what they found."""
-    with open_network(given.network, 2) as network:
+    with open_network(given.network, given.ranks) as network:
         given.out.mkdir(parents=True, exist_ok=True)
-        result = given.out / f"forecast-{given.model}-{given.network}.json"
-        names = ("model", "network", "batch", "cap", "seconds", "steps")
+        result = given.out / f"forecast-{given.model}-{given.ranks}-{given.network}.json"
+        names = ("model", "network", "ranks", "batch", "cap", "seconds", "steps")
         arguments = [part for name in names for part in (f"--{name}", str(getattr(given, name)))]
         network.run(__file__, arguments, seconds=1200, RESULT=str(result))
         found: list[dict[str, Any]] = json.loads(result.read_text())
         return found
 
 
-def predict(model: str, measured: Measured) -> tuple[list[Forecast], str]:
+def predict(model: str, measured: Measured, num_ranks: int) -> tuple[list[Forecast], str]:
     link, compute = calibrate(measured)
     calibrated = (
         f"Calibrated: {8e-6 * link.bytes_per_second:.0f} Mbit/s, latency {1e3 * link.latency:.2f} ms, forward "
@@ -154,14 +154,14 @@ def predict(model: str, measured: Measured) -> tuple[list[Forecast], str]:
         exact_cut=CpuGlooAdapter.capabilities.exact_cut,
         measured=measured,
     )
-    return forecast_all(workload, world_size=2, link=link, compute=compute), calibrated
+    return forecast_all(workload, world_size=num_ranks, link=link, compute=compute), calibrated
 
 
 def report(model: str, ranks: list[dict[str, Any]]) -> str:
     measured = Measured(**{key: _as_tuple(value) for key, value in ranks[0]["measured"].items()})
     scale = _quartiles(ranks, ALONE)[1] / (measured.forward + measured.backward)
     measured = replace(measured, forward=scale * measured.forward, backward=scale * measured.backward)
-    forecasts, calibrated = predict(model, measured)
+    forecasts, calibrated = predict(model, measured, len(ranks))
     lines = [
         calibrated,
         "",
@@ -206,7 +206,9 @@ def _as_tuple(value: Any) -> Any:
 def measure_and_report(given: argparse.Namespace) -> str:
     """Everything, as Markdown."""
     ranks = json.loads(given.again.read_text()) if given.again else run(given)
-    setting = f"{given.model}, batch {given.batch}, 2 ranks, network {given.network}, {given.cap:g} MB a bucket."
+    setting = (
+        f"{given.model}, batch {given.batch}, {len(ranks)} ranks, network {given.network}, {given.cap:g} MB a bucket."
+    )
     return f"{setting} {report(given.model, ranks)}"
 
 
@@ -214,6 +216,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=list(MODELS), default="lm5")
     parser.add_argument("--network", default="loopback", help="loopback, or Mbit/s, as in 1000 or 200+5ms (needs root)")
+    parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--cap", type=float, default=5, help="MB a bucket")
     parser.add_argument("--seconds", type=float, default=120, help="for all of it, but one round at least")

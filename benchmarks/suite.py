@@ -33,6 +33,21 @@ MAIN = (
     "zerolap after_backward lazy",
     "zerolap auto",
 )
+ON_MANY_HOSTS = (  # those with 1 MB buckets: of 8 MB, the usual ones have no second
+    "fused AdamW, 1",
+    "zerolap interleaved eager, 1",
+    "zerolap interleaved lazy, 1",
+    "zerolap after_backward lazy, 1",
+    "zerolap on_step",
+)
+
+
+def _many_hosts(ranks: int, network: str, milliseconds: int) -> tuple[list[str], tuple[str, ...]]:
+    """Layers that sleep as long as a core would compute: there are fewer cores than ranks."""
+    options = ["--model", "asleep", "--ranks", str(ranks), "--network", network, "--batch", str(milliseconds)]
+    return [*options, "--cap", "1", "--rounds", "3", "--steps", "4"], ON_MANY_HOSTS
+
+
 ON_ONE_HOST = (*MAIN, "zerolap by messages")
 BATCHES_AND_NETWORKS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "27M LM, 1 Gbit/s, the wire dominates": (
@@ -67,6 +82,11 @@ BATCHES_AND_NETWORKS: dict[str, tuple[list[str], tuple[str, ...]]] = {
         ["--model", "conv", "--network", "1000", "--batch", "1", "--rounds", "5", "--cap", "1"],
         MAIN,
     ),
+    "8 MB on 4 hosts, 100 Mbit/s, next to no compute": _many_hosts(4, "100", 2),
+    "8 MB on 4 hosts, 100 Mbit/s, compute half of the wire": _many_hosts(4, "100", 500),
+    "8 MB on 8 hosts, 100 Mbit/s, next to no compute": _many_hosts(8, "100", 2),
+    "8 MB on 8 hosts, 100 Mbit/s, compute half of the wire": _many_hosts(8, "100", 600),
+    "8 MB on 2 hosts of 2 ranks, 100 Mbit/s, compute half of the wire": _many_hosts(4, "2x100", 500),
 }
 
 FORECASTS: dict[str, list[str]] = {
