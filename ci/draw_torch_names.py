@@ -19,8 +19,8 @@ which `ci/check_private_names.py` checks. `tests/test_torch_seam.py` looks for e
 new version of torch to see what that version has removed. A name that is missing breaks nothing before it is used; then a
 `zerolap.ZerolapError` names it.
 
-A name is *used* (called or read), *defined by zerolap* (torch calls or reads it), *public, but not in all versions* (there is a
-replacement for versions without it), or *known by its spelling* (torch writes it to files, and reading them does not import it).
+A name is *used* (called or read), *defined by zerolap* (torch calls or reads it), *not in all versions* (there is a replacement for
+versions without it, or they need none), or *known by its spelling* (torch writes it to files, and reading them does not import it).
 """
 
 

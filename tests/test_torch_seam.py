@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import warnings
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -23,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zerolap
 from zerolap import _torch
-from zerolap._torch import lookup
+from zerolap._torch import lookup, versions
 from zerolap._torch.names import NAMES, Kind, PrivateName
 from zerolap_conformance.ranks import run_ranks
 
@@ -36,6 +37,8 @@ SEAM = Path(_torch.__file__).parent
 
 @pytest.mark.parametrize("name", NAMES, ids=lambda name: name.path)
 def test_torch_has_the_name(name: PrivateName) -> None:
+    if name.kind in (Kind.RECENT, Kind.NOT_ALL) and not lookup.is_there(name):
+        pytest.skip(f"torch has no {name.path}: {name.without}")
     assert lookup.is_there(name), f"torch {torch.__version__} has no {name.path}: {name.without}. It {name.why}"
 
 
@@ -50,7 +53,7 @@ def test_every_name_has_one_row_and_every_row_a_use() -> None:
     paths = [name.path for name in NAMES]
     assert len(set(paths)) == len(paths)
     seam = "\n".join(file.read_text() for file in SEAM.glob("*.py") if file.name != "names.py")
-    used = [name.path for name in NAMES if name.kind in (Kind.USED, Kind.RECENT)]
+    used = [name.path for name in NAMES if name.kind in (Kind.USED, Kind.RECENT, Kind.NOT_ALL)]
     assert [path for path in used if f'"{path}"' not in seam] == []
 
 
@@ -222,9 +225,37 @@ def test_ddp_and_its_group_are_read_and_given_other_buckets() -> None:
 
 # --- versions of torch ------------------------------------------------------------------------------------------------
 
+
+def test_the_torch_that_is_installed_was_tried_and_others_are_named_once(recwarn: pytest.WarningsRecorder) -> None:
+    assert versions.untried(torch.__version__) is None
+    assert [versions.untried(v) for v in ("2.6.0+cu124", "2.13.0", "2.15.0a0+git1")] == [None] * 3
+    for version, name in (("2.16.1", "2.16"), ("2.5.1+cpu", "2.5"), ("3.0", "3.0"), ("odd", "odd")):
+        for _ in range(2):
+            versions.warn_if_untried(version)
+        (said,) = [str(each.message) for each in recwarn]
+        assert said.startswith(f"zerolap was not tried with torch {name}, but with 2.6 to 2.15: ")
+        recwarn.clear()
+
+
+def _make_optimizer_with_another_torch() -> list[str]:
+    torch.__version__ = "2.16.0"
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            zerolap.ZeroRedundancyOptimizer(nn.Linear(2, 2).parameters(), torch.optim.SGD, lr=0.1)
+    return [f"{each.category.__name__}: {each.message}"[:55] for each in said]
+
+
+def test_one_rank_says_once_that_a_torch_was_not_tried() -> None:
+    said = ["UserWarning: zerolap was not tried with torch 2.16, but"]
+    assert run_ranks(2, _make_optimizer_with_another_torch) == [said, []]
+
+
 AS_TORCH_2_8 = """
     import torch, torch.distributed as dist
-    del dist.ProcessGroup.get_group_store, dist.GroupName
+    for owner, name in ((dist.ProcessGroup, "get_group_store"), (dist, "GroupName")):
+        if hasattr(owner, name):  # or this is such a torch
+            delattr(owner, name)
 
     from zerolap import ZeroRedundancyOptimizer, load_adapter
     from zerolap._torch import GroupName, store_of

@@ -13,7 +13,6 @@ import re
 import shlex
 import subprocess
 import sys
-import tomllib
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -32,6 +31,11 @@ from support.synthetic_runs import run_of
 from support.training import Mlp, batches
 from zerolap.observe.timeline import write
 from zerolap_conformance.ranks import run_ranks
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # pytest brings it along
 
 PAGES = [str(path.relative_to(ROOT)) for path in (*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md")))]
 LANGUAGES = ("python", "sh", "toml", "json", "yaml", "text")  # text: output, or anything that nothing can check

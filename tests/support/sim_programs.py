@@ -12,6 +12,7 @@ import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import zerolap_sim
+from zerolap._torch import under
 
 
 def on_device(
@@ -111,16 +112,16 @@ def step_in_hook(device: torch.device, group: dist.ProcessGroup, mistake: str, *
         flat[: buffer.numel()].copy_(buffer)
         scattered = dist.reduce_scatter_tensor(shard, flat, async_op=True, group=group)
         assert scattered is not None
-        with side:
+        with under(side):
             if mistake != "no wait after reduce-scatter":
                 scattered.wait()
             shard.mul_(-0.1 / size)
-        with main if mistake == "gather from the wrong stream" else side:
+        with under(main if mistake == "gather from the wrong stream" else side):
             gathered = dist.all_gather_into_tensor(full, shard, async_op=True, group=group)
         assert gathered is not None
         if mistake == "event too early":
             event.record(side)
-        with side:
+        with under(side):
             if mistake != "no wait after all-gather":
                 gathered.wait()
             parts = full[: buffer.numel()].split([p.numel() for p in bucket.parameters()])

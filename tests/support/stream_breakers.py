@@ -27,6 +27,7 @@ from support.stream_mutants import (
     UsesWhatHasNotArrived,
 )
 from zerolap import Capabilities, Parts, Pending
+from zerolap._torch import under
 from zerolap.backend.streams import StreamLane, StreamSide, _Arrived, _current
 
 
@@ -87,7 +88,7 @@ class LeavesItsCallerTooEarly(_Sim):
 class _Hasty(StreamLane):
     @contextmanager
     def as_caller(self) -> Iterator[None]:
-        with self._caller:
+        with under(self._caller):
             yield
         self._stream.wait_stream(self._caller)
 

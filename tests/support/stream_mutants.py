@@ -16,6 +16,7 @@ import zerolap
 import zerolap_sim
 from support.sim_programs import device_group
 from support.stream_programs import Attached, sim_device, train
+from zerolap._torch import under
 from zerolap.backend.streams import StreamLane, StreamSide, _Arrived, _current
 from zerolap.runtime import engine as engine_module
 from zerolap.runtime.bucket import Bucket
@@ -29,7 +30,7 @@ class LaneIgnoresItsCaller(StreamLane):
     """Runs at once, beside what its caller has queued."""
 
     def _start(self, fn: Callable[[], Any], future: Any) -> Any:
-        with self._stream, torch.no_grad():
+        with under(self._stream), torch.no_grad():
             value = fn()
             if future is not None:
                 future.set_result(value)
@@ -59,7 +60,7 @@ class LaneDoesNotWaitForParameters(StreamLane):
     @contextmanager
     def as_caller(self) -> Iterator[None]:
         self._caller.wait_stream(self._stream)
-        with self._caller:
+        with under(self._caller):
             yield
 
 
@@ -70,7 +71,7 @@ class SideIgnoresItsCaller(StreamSide):
     """Starts a collective before what it sends is there."""
 
     def start(self, fn: Callable[[], zerolap.Pending]) -> zerolap.Pending:
-        with self._stream, torch.no_grad():
+        with under(self._stream), torch.no_grad():
             pending = fn()
             pending.wait()
         return self._arrived(pending)
@@ -86,7 +87,7 @@ class SideDoesNotWait(SideIgnoresItsCaller):
 
     def start(self, fn: Callable[[], zerolap.Pending]) -> zerolap.Pending:
         self._stream.wait_stream(_current(self._device))
-        with self._stream, torch.no_grad():
+        with under(self._stream), torch.no_grad():
             pending = fn()
         self.kept = getattr(self, "kept", [])
         self.kept.append(pending)  # what is missing is the wait, not the memory
@@ -98,7 +99,7 @@ class SideRecordsTooEarly(SideIgnoresItsCaller):
 
     def start(self, fn: Callable[[], zerolap.Pending]) -> zerolap.Pending:
         self._stream.wait_stream(_current(self._device))
-        with self._stream, torch.no_grad():
+        with under(self._stream), torch.no_grad():
             pending = fn()
             arrived = self._arrived(pending)
             pending.wait()
@@ -111,7 +112,7 @@ class SideUsesItsCallersMemory(SideIgnoresItsCaller):
     def start(self, fn: Callable[[], zerolap.Pending]) -> zerolap.Pending:
         with torch.no_grad():
             pending = fn()
-        with self._stream, torch.no_grad():
+        with under(self._stream), torch.no_grad():
             pending.wait()
         return self._arrived(pending)
 
@@ -128,7 +129,7 @@ class NobodyWaitsForTheSide(SideIgnoresItsCaller):
 
     def start(self, fn: Callable[[], zerolap.Pending]) -> zerolap.Pending:
         self._stream.wait_stream(_current(self._device))
-        with self._stream, torch.no_grad():
+        with under(self._stream), torch.no_grad():
             pending = fn()
             pending.wait()
         return _NeverWaits(torch.Event(device=self._device), self._device, sent_bytes=pending.sent_bytes)
@@ -149,7 +150,7 @@ class Late:
 
     def __init__(self, pending: zerolap.Pending) -> None:
         stream = torch.Stream(device=sim_device())
-        with stream:
+        with under(stream):
             for work in pending._works:
                 work.wait()
         self._event = torch.Event(device=sim_device())

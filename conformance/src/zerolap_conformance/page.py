@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from html import escape
 from importlib.resources import files
 from string import Template
@@ -214,7 +214,7 @@ def _value(value: Any) -> str:
 
 
 def _when(date: str) -> str:
-    when = datetime.fromisoformat(date).astimezone(UTC)
+    when = datetime.fromisoformat(date).astimezone(timezone.utc)
     return f'<time datetime="{when.isoformat()}">{when:%Y-%m-%d %H:%M} UTC</time>'
 
 

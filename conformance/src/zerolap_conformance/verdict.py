@@ -34,7 +34,7 @@ def make(results: Mapping[str, Result], *, adapter: str, num_ranks: int, tier: i
         "asked": {"tier": tier, "ranks": num_ranks},
         "is_conformant": is_whole and outcomes["failed"] == 0 and outcomes["passed"] > 0,
         "is_simulated": facts["is_simulated"],
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "seconds": round(seconds, 1),
         "environment": {
             "torch": torch.__version__,

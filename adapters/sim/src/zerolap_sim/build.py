@@ -20,8 +20,13 @@ from pathlib import Path
 
 import torch
 
+from zerolap._torch import extension_macros
+
 MODULE = "zerolap_sim._extension"
 _SOURCES = Path(__file__).parent / "csrc"
+_TORCH = Path(
+    torch.__file__
+).parent  # torch.utils.cpp_extension, which knows no more, speaks of CUDA when it is imported
 _LIBRARY = f"_extension{sysconfig.get_config_var('EXT_SUFFIX')}"
 
 
@@ -30,9 +35,7 @@ class BuildError(RuntimeError):
 
 
 def _compile_flags() -> list[str]:
-    from torch.utils import cpp_extension  # brings distutils along, which whoever only lists adapters does not want
-
-    includes = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
+    includes = [_TORCH / "include", _TORCH / "include/torch/csrc/api/include", sysconfig.get_paths()["include"]]
     return [
         "-std=c++20",
         "-fPIC",
@@ -41,15 +44,13 @@ def _compile_flags() -> list[str]:
         "-g0",
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         "-DTORCH_EXTENSION_NAME=_extension",
+        *extension_macros(),
         *(f"-isystem{path}" for path in includes),
     ]
 
 
 def _link_flags() -> list[str]:
-    from torch.utils import cpp_extension
-
-    folders = [path for path in cpp_extension.library_paths() if Path(path).is_dir()]
-    return ["-shared", *(f"-L{path}" for path in folders), "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
+    return ["-shared", f"-L{_TORCH / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
 
 
 def cache_folder() -> Path:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from zerolap._torch import spare_device_name
+from zerolap._torch import spare_device_name, under
 from zerolap_sim import _extension
 
 _initialized = True  # checkpointing asks for this before it saves the generator's state
@@ -100,7 +100,7 @@ def Event(enable_timing: bool = False, blocking: bool = False, interprocess: boo
 
 def stream(stream: torch.Stream | None) -> AbstractContextManager[Any]:
     """Makes a stream current inside a with block; None changes nothing."""
-    return nullcontext() if stream is None else stream
+    return nullcontext() if stream is None else under(stream)
 
 
 def current_stream(device: torch.device | str | int | None = None) -> torch.Stream:
@@ -160,7 +160,7 @@ def memory_allocated(device: torch.device | str | int | None = None) -> int:
 
 
 def max_memory_allocated(device: torch.device | str | int | None = None) -> int:
-    return torch.accelerator.max_memory_allocated(_index(device))
+    return _extension.peak_bytes(_index(device))
 
 
 def memory_reserved(device: torch.device | str | int | None = None) -> int:
@@ -168,11 +168,14 @@ def memory_reserved(device: torch.device | str | int | None = None) -> int:
 
 
 def reset_peak_memory_stats(device: torch.device | str | int | None = None) -> None:
-    torch.accelerator.reset_peak_memory_stats(_index(device))
+    _extension.reset_peak(_index(device))
 
 
 def memory_stats(device: torch.device | str | int | None = None) -> dict[str, Any]:
-    return dict(torch.accelerator.memory_stats(_index(device)))
+    return {
+        "allocated_bytes.all.current": memory_allocated(device),
+        "allocated_bytes.all.peak": max_memory_allocated(device),
+    }
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:

@@ -6,10 +6,8 @@ function under another name, or an ``attrgetter``, and costs no Python frame. Wh
 
 from __future__ import annotations
 
-import dataclasses
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from types import CodeType
 from typing import TYPE_CHECKING, Any
@@ -21,6 +19,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from zerolap._torch.ddp_buckets import are_buckets_current as are_buckets_current
+from zerolap._torch.ddp_buckets import bucket_caps_of as bucket_caps_of
+from zerolap._torch.ddp_buckets import can_free_buckets as can_free_buckets
+from zerolap._torch.ddp_buckets import can_rebucket as can_rebucket
+from zerolap._torch.ddp_buckets import hides_unused_buckets as hides_unused_buckets
+from zerolap._torch.ddp_buckets import own_caps_of as own_caps_of
+from zerolap._torch.ddp_buckets import rebucket as rebucket
 from zerolap._torch.lookup import reader, text, used, variable, writer
 
 if TYPE_CHECKING:
@@ -71,7 +76,7 @@ PARAMETERS = text("torch.nn.Module._parameters")  # an attribute of objects
 children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = reader("torch.nn.Module._modules")
 compiled_call_of: Callable[[nn.Module], Callable[..., Any] | None] = reader("torch.nn.Module._compiled_call_impl")
 ORIGINAL = text("torch._dynamo.eval_frame.OptimizedModule._orig_mod")  # a child of what torch.compile has made
-_COMPILE_WRAPPER = text("torch._dynamo.eval_frame.compile_wrapper")
+_COMPILE_WRAPPERS = (text("torch._dynamo.eval_frame.compile_wrapper"), text("torch._dynamo.eval_frame._fn"))
 COMPILER_MODULES = ("torch._dynamo", "torch._inductor.config")  # to be imported ahead, by who has time for it
 
 
@@ -84,7 +89,9 @@ def is_compile_wrapper(code: CodeType) -> bool:
     """Whether this is the function through which torch.compile calls what it has made."""
     from torch._dynamo import eval_frame  # takes a second, if nothing was compiled yet
 
-    return code.co_filename == eval_frame.__file__ and _COMPILE_WRAPPER in code.co_name
+    # Older versions call two functions by one name; the one that compiles has a callback for it.
+    is_one = any(name in code.co_name for name in _COMPILE_WRAPPERS) and "callback" in code.co_freevars
+    return is_one and code.co_filename == eval_frame.__file__
 
 
 # --- optimizers -------------------------------------------------------------------------------------------------------
@@ -114,94 +121,30 @@ has_python_reducer: Callable[[DistributedDataParallel], bool] = reader(
 logging_data_of: Callable[[DistributedDataParallel], dict[str, Any]] = used(
     "torch.nn.parallel.DistributedDataParallel._get_ddp_logging_data"
 )
-_remove_autograd_hooks: Callable[[Any], None] = used("torch.distributed.Reducer._remove_autograd_hooks")
-_register_comm_hook: Callable[[Any, object, Callable[..., Any]], None] = used(
-    "torch._C._distributed_c10d._register_comm_hook"
-)
-_set_static_graph: Callable[[DistributedDataParallel], None] = used(
-    "torch.nn.parallel.DistributedDataParallel._set_static_graph"
-)
-# DDP then neither copies what lies in a bucket to gradients nor lets gradients point there.
-_leave_gradients_alone: Callable[[Any], None] = used("torch.distributed.Reducer._set_optimizer_in_backward")
-_assign_to_buckets: Callable[[list[Tensor], list[int], list[bool]], tuple[list[list[int]], list[int]]] = used(
-    "torch.distributed._compute_bucket_assignment_by_size"
-)
-_ASSIGN = text("torch.distributed._compute_bucket_assignment_by_size")
-_HAS_REBUILT = text("torch.nn.parallel.DistributedDataParallel._has_rebuilt_buckets")
-_REBUCKETING = (
-    text("torch.nn.parallel.DistributedDataParallel._bucket_config"),
-    text("torch.nn.parallel.DistributedDataParallel._ddp_init_helper"),
-    text("torch.nn.parallel.DistributedDataParallel._build_params_for_reducer"),
-    text("torch.nn.parallel.DistributedDataParallel._build_debug_param_to_name_mapping"),
-    text("torch.nn.parallel.DistributedDataParallel._comm_hooks"),
-)
+
+# --- streams ----------------------------------------------------------------------------------------------------------
 
 
-def can_rebucket(ddp: DistributedDataParallel) -> bool:
-    """Whether this torch's DDP can be given other buckets; it has no public way, but one of its own, used after unpickling."""
-    return all(hasattr(ddp, name) for name in _REBUCKETING)
-
-
-def bucket_caps_of(ddp: Any) -> tuple[int, int]:
-    """The most bytes of DDP's buckets, and of the first."""
-    return ddp._bucket_config.bucket_bytes_cap, ddp._bucket_config.first_bucket_bytes_cap
-
-
-def can_free_buckets(ddp: DistributedDataParallel) -> bool:
-    """Whether this torch's DDP can do without the memory of its buckets once they were reduced."""
-    return can_rebucket(ddp) and hasattr(ddp.reducer, text("torch.distributed.Reducer._set_optimizer_in_backward"))
-
-
-def rebucket(ddp: Any, *, cap: int, first_cap: int, is_freed: bool = False) -> None:
-    """Give DDP buckets of at most ``cap`` bytes, as if it had been made with them; between two iterations.
-
-    DDP begins with one bucket of everything, as it does not know yet in which order gradients come. If buckets are freed, it begins with
-    those that it will make later if they come from the model's end to its beginning, and leaves alone what lies in them.
-    """
-    config = dataclasses.replace(ddp._bucket_config, bucket_bytes_cap=cap, first_bucket_bytes_cap=first_cap)
-    ddp._bucket_config, ddp.bucket_bytes_cap = config, cap
-    params, are_sparse = ddp._build_params_for_reducer()
-    _remove_autograd_hooks(ddp.reducer)
-    # While it learns a static graph DDP hands over every bucket as number 0: there must be only one.
-    names, is_static = ddp._build_debug_param_to_name_mapping(params), ddp.static_graph
-    with _buckets_from_the_end(config) if is_freed and not is_static else nullcontext():
-        ddp._ddp_init_helper(params, are_sparse, names, is_static)
-    setattr(ddp, _HAS_REBUILT, False)
-    if ddp.static_graph:
-        ddp.static_graph = False  # or it would be left at that
-        _set_static_graph(ddp)
-    if is_freed:
-        _leave_gradients_alone(ddp.reducer)
-    for hook, state in ddp._comm_hooks:
-        _register_comm_hook(ddp.reducer, state, hook)
+def _as_it_is(stream: torch.Stream) -> AbstractContextManager[Any]:
+    return stream
 
 
 @contextmanager
-def _buckets_from_the_end(config: Any) -> Iterator[None]:
-    """DDP begins with the buckets that it would make of gradients that come from its last parameter to its first."""
-    limits = list(config.per_bucket_bytes_caps) or [config.first_bucket_bytes_cap, config.bucket_bytes_cap]
-
-    def assign(params: list[Tensor], _: list[int], are_sparse: list[bool]) -> tuple[list[list[int]], list[int]]:
-        buckets, sizes = _assign_to_buckets(params[::-1], limits, are_sparse[::-1])
-        return [[len(params) - 1 - place for place in bucket] for bucket in buckets[::-1]], sizes[::-1]
-
-    setattr(dist, _ASSIGN, assign)
+def _made_current(stream: torch.Stream) -> Iterator[None]:
+    before = torch.accelerator.current_stream(stream.device_index)
+    device = torch.accelerator.current_device_index()
+    torch.accelerator.set_stream(stream)  # makes its device the current one, too
     try:
         yield
     finally:
-        setattr(dist, _ASSIGN, _assign_to_buckets)
+        torch.accelerator.set_stream(before)
+        torch.accelerator.set_device_index(device)
 
 
-def are_buckets_current(ddp: DistributedDataParallel) -> Callable[[], bool]:
-    """Tells, whenever it is asked, whether DDP still has the buckets it has now."""
-    has_rebuilt, seen, reducer = getattr(ddp, _HAS_REBUILT), weakref.ref(ddp), weakref.ref(ddp.reducer)
-
-    def are_current() -> bool:
-        now = seen()
-        return now is not None and now.reducer is reducer() and getattr(now, _HAS_REBUILT) == has_rebuilt
-
-    return are_current
-
+# What is queued inside of ``with under(stream)`` goes to that stream. Streams can do it themselves from torch 2.7 on.
+under: Callable[[torch.Stream], AbstractContextManager[Any]] = (
+    _as_it_is if hasattr(torch.Stream, "__enter__") else _made_current
+)
 
 # --- process groups ---------------------------------------------------------------------------------------------------
 
@@ -270,3 +213,13 @@ def store_of(group: dist.ProcessGroup) -> Store:
 
 spare_device_name: Callable[[], str] = used("torch._C._get_privateuse1_backend_name")
 register_device_module: Callable[[str, object], None] = used("torch._register_device_module")
+_PYBIND = (
+    text("torch._C._PYBIND11_COMPILER_TYPE"),
+    text("torch._C._PYBIND11_STDLIB"),
+    text("torch._C._PYBIND11_BUILD_ABI"),
+)
+
+
+def extension_macros() -> list[str]:
+    """What an extension must define to know torch's classes, with older versions; newer ones ask for nothing."""
+    return [f'-D{name[1:]}="{getattr(torch._C, name)}"' for name in _PYBIND if hasattr(torch._C, name)]

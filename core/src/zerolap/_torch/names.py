@@ -16,6 +16,7 @@ class Kind(Enum):
     USED = "used"  # called or read, by the seam alone
     OVERRIDDEN = "defined by zerolap"  # torch calls or reads ours
     RECENT = "public, but not in all versions"  # the seam has something else where it is missing
+    NOT_ALL = "not in all versions"  # used where it is there; the seam has something else where it is missing
     IN_FILES = "known by its spelling"  # torch writes it to files, which are read without importing it
 
 
@@ -109,7 +110,14 @@ _MODULES = (
     PrivateName(
         f"{_DYNAMO}.compile_wrapper",
         "marks in a stack that the caller is compiled",
-        'schedule="auto" may choose gather="lazy" for a compiled training step, which then raises',
+        "it is called _fn, the next one",
+        kind=Kind.NOT_ALL,
+        written_in="_dynamo/eval_frame.py",
+    ),
+    PrivateName(
+        f"{_DYNAMO}._fn",
+        "marks in a stack that the caller is compiled, in older versions",
+        'schedule="auto" may choose gather="lazy" for a compiled training step, which then raises; newer ones do not need it',
         written_in="_dynamo/eval_frame.py",
     ),
     PrivateName(
@@ -189,7 +197,17 @@ _DATA_PARALLEL = (
         "has the sizes of DDP's buckets, which ranks compare",
         "attach() cannot compare ranks, and fails",
     ),
-    PrivateName(f"{_DDP}._bucket_config", "is what DDP's buckets are made from", _AUTO),
+    PrivateName(
+        f"{_DDP}._bucket_config",
+        "is what DDP's buckets are made from",
+        "DDP has public attributes instead, and the next one",
+        kind=Kind.NOT_ALL,
+    ),
+    PrivateName(
+        "torch.distributed._DEFAULT_FIRST_BUCKET_BYTES",
+        "is the size of DDP's first bucket, in older versions",
+        f"{_AUTO}, and attach() refuses shard_gradients=True; newer ones do not need it",
+    ),
     PrivateName(f"{_DDP}._ddp_init_helper", "makes DDP's buckets anew", _AUTO),
     PrivateName(f"{_DDP}._build_params_for_reducer", "lists the parameters of new buckets", _AUTO),
     PrivateName(f"{_DDP}._build_debug_param_to_name_mapping", "names the parameters of new buckets", _AUTO),
@@ -254,19 +272,19 @@ _GROUPS = (
     PrivateName(
         f"{_GROUP}.get_group_store",
         "is the store that a group was made with",
-        "torch 2.8 has a private function instead, the next one",
+        "there is a private function instead, the next one but one",
         kind=Kind.RECENT,
     ),
     PrivateName(
         "torch.distributed.GroupName",
         "is the type of a group's name",
-        "in torch 2.8 it is a str",
+        "it is a str",
         kind=Kind.RECENT,
     ),
     PrivateName(
         "torch.distributed.distributed_c10d._get_process_group_store",
-        "is the store of a group in torch 2.8, which has no ProcessGroup.get_group_store()",
-        "torch 2.8 cannot be used; newer ones do not need it",
+        "is the store of a group in older versions",
+        "ranks cannot compare anything, so no optimizer can be made; newer ones do not need it",
     ),
 )
 
@@ -324,6 +342,15 @@ _OWN_DEVICE = (
         "torch._register_device_module",
         "makes torch.<device> for torch's spare device type",
         "the simulated device cannot be installed",
+    ),
+    *(
+        PrivateName(
+            f"torch._C._PYBIND11_{name}",
+            "is part of what an extension must be compiled with to know torch's classes, in older versions",
+            "extensions need no such thing",
+            kind=Kind.NOT_ALL,
+        )
+        for name in ("COMPILER_TYPE", "STDLIB", "BUILD_ABI")
     ),
     PrivateName(
         "torch.<device>._is_in_bad_fork",

@@ -17,8 +17,10 @@ from zerolap._torch import (
     PrefixStore,
     bucket_caps_of,
     has_python_reducer,
+    hides_unused_buckets,
     is_updated_in_backward,
     logging_data_of,
+    own_caps_of,
     rebucket,
     store_of,
 )
@@ -229,9 +231,9 @@ def _check(ddp: DistributedDataParallel, zeros: Sequence[ZeroRedundancyOptimizer
     _check_params(ddp, zeros)
     if ddp.mixed_precision is not None:
         raise ValueError("DDP's mixed_precision swaps parameters during backward; use torch.autocast instead")
-    if ddp.skip_all_reduce_unused_params:
+    if hides_unused_buckets(ddp):
         raise ValueError("skip_all_reduce_unused_params=True hides buckets from hooks; leave it False")
-    if ddp.static_graph and getattr(ddp, "bucket_bytes_cap_list", None):
+    if ddp.static_graph and own_caps_of(ddp):
         raise ValueError(
             "with static_graph=True and bucket_cap_mb_list DDP numbers its first buckets wrongly; use bucket_cap_mb"
         )

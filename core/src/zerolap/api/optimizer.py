@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from zerolap._logging import logger_of
 from zerolap._public import public
 from zerolap._torch import STEP_CALLED, foreach_zero_, join_config_of
+from zerolap._torch.versions import warn_if_untried
 from zerolap.api.construction import append_group, construct, expose_groups
 from zerolap.api.modes import WithModes
 from zerolap.api.preflight import called_together, meeting_group
@@ -73,6 +74,8 @@ def set_up(
         logger.warning("parameters_as_bucket_view=True has no effect under overlap: there it is always so")
     zero._broadcast.lay_out()
     zero.initialized = True
+    if zero.rank == 0:
+        warn_if_untried(torch.__version__)
 
 
 class _StepJoinHook(JoinHook):

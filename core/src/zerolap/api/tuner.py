@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from zerolap._logging import logger_of
-from zerolap._torch import can_rebucket, rebucket
+from zerolap._torch import can_rebucket, own_caps_of, rebucket
 from zerolap.backend.base import Adapter, Moment
 from zerolap.forecast.bucket_sizes import Profile, common_profile, profile, seconds_by_size
 from zerolap.forecast.workload import Param, Workload
@@ -296,7 +296,7 @@ def _is_called_by_compiled() -> bool:
 
 def _can_rebucket(ddp: DistributedDataParallel) -> bool:
     """Not with a static graph: that is learned in the first backward, which then must not be one without synchronisation."""
-    return can_rebucket(ddp) and not ddp.bucket_bytes_cap_list and not ddp.static_graph
+    return can_rebucket(ddp) and not own_caps_of(ddp) and not ddp.static_graph
 
 
 def _rebucket(ddp: DistributedDataParallel, bucket_mb: float) -> None:

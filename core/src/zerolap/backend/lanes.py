@@ -277,7 +277,8 @@ def forget_frames(error: BaseException | None) -> None:
     while error is not None and error not in seen:
         seen.add(error)
         if error.__traceback__ is not None:
-            error.add_note("It came from:\n" + "".join(traceback.format_tb(error.__traceback__)).rstrip())
+            if hasattr(error, "add_note"):  # Python 3.10 has no notes
+                error.add_note("It came from:\n" + "".join(traceback.format_tb(error.__traceback__)).rstrip())
             error.__traceback__ = None
         error = error.__cause__ or error.__context__
 

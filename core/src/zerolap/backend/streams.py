@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from zerolap._public import public
-from zerolap._torch import all_gather_of, foreach_copy_, reduce_scatter_of
+from zerolap._torch import all_gather_of, foreach_copy_, reduce_scatter_of, under
 from zerolap.backend.base import Adapter, Moment
 from zerolap.backend.lanes import Lane, Pending, Side, failed
 from zerolap.backend.parts import Parts
@@ -82,7 +82,7 @@ class StreamLane:
         self._caller = _current(self._device)
         self._stream.wait_stream(self._caller)
         try:
-            with self._stream:
+            with under(self._stream):
                 value = fn()
                 if future is not None:
                     future.set_result(value)  # under the stream: it is this stream that a waiter waits for
@@ -94,7 +94,7 @@ class StreamLane:
     @contextmanager
     def as_caller(self) -> Iterator[None]:
         self._caller.wait_stream(self._stream)
-        with self._caller:
+        with under(self._caller):
             yield
         self._stream.wait_stream(self._caller)
 
@@ -128,7 +128,7 @@ class StreamSide:
 
     def start(self, fn: Callable[[], Pending]) -> Pending:
         self._stream.wait_stream(_current(self._device))
-        with self._stream:
+        with under(self._stream):
             pending = fn()
             pending.wait()
         return _Arrived(self._stream.record_event(), self._device, sent_bytes=pending.sent_bytes)

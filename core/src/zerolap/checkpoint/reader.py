@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,7 +40,14 @@ class CheckpointError(ZerolapError):
 def digest_of(file: Path) -> list[Any]:
     """Size and digest, as a manifest has them."""
     with file.open("rb") as stream:
-        return [file.stat().st_size, hashlib.file_digest(stream, "blake2b").hexdigest()]
+        return [file.stat().st_size, _digest(stream)]
+
+
+def _digest(stream: IO[bytes]) -> str:
+    digest = hashlib.blake2b()
+    while chunk := stream.read(2**20):
+        digest.update(chunk)
+    return digest.hexdigest()
 
 
 def unpacked(packed: Tensor) -> Any:
@@ -154,7 +161,7 @@ class CheckpointReader(filesystem.FileSystemReader):
     def _compare(self, name: str, folder: int) -> None:
         size, digest = self.files[name]
         with open_regular(name, inside=folder, size=size) as stream:
-            self._must_be(hashlib.file_digest(stream, "blake2b").hexdigest() == digest, name)
+            self._must_be(_digest(stream) == digest, name)
             self._compared[name] = identity(os.fstat(stream.fileno()))
 
     def _must_be(self, is_same: bool, name: str) -> None:

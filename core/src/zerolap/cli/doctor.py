@@ -28,7 +28,10 @@ def examine() -> dict[str, Any]:
     }
     if found["packages"]["torch"] is None:
         return found
+    from zerolap._torch.versions import untried
     from zerolap.backend.registry import adapters, load_adapter
+
+    found["untried"] = untried(found["packages"]["torch"])
 
     for info in adapters():
         described: dict[str, Any] = {
@@ -81,6 +84,8 @@ def show(found: dict[str, Any], console: Console) -> None:
     if found["packages"]["torch"] is None:
         console.print("[red]torch is missing:[/red] pip install torch")
         return
+    if found["untried"] is not None:
+        console.print(f"[yellow]advice:[/yellow] {_shown(found['untried'])}")
     if not found["adapters"]:
         console.print("[red]no adapter is installed:[/red] install the one for your device; the README lists them")
         return

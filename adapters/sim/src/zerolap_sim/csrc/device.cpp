@@ -6,6 +6,7 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include "device.h"
+#include "versions.h"
 
 namespace zerolap_sim {
 
@@ -24,7 +25,7 @@ static c10::Stream wrap(const Stream& s) {
 
 namespace {
 
-struct Allocator final : c10::DeviceAllocator {
+struct Allocator final : DeviceAllocator {
   c10::DataPtr allocate(size_t size) override {
     const int index = current_device();
     return make_tenancy(rt().allocate(size, current_stream(index)), device(index));
@@ -34,11 +35,12 @@ struct Allocator final : c10::DeviceAllocator {
     rt().synchronize(current_stream(current_device()));
     std::memcpy(to, from, size);
   }
-  bool initialized() override { return true; }
-  void emptyCache(c10::MempoolId_t) override {}
-  void recordStream(const c10::DataPtr& data, c10::Stream stream) override {
+  void recordStream(const c10::DataPtr& data, c10::Stream stream) MAY_OVERRIDE {
     if (is_tenancy(data)) rt().record_use(block_of(data), find(stream));  // or else nothing happens, as on CUDA
   }
+#if TORCH_IS_AT_LEAST(2, 9)
+  bool initialized() override { return true; }
+  void emptyCache(c10::MempoolId_t) override {}
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(DeviceIndex index) override {
     c10::CachingDeviceAllocator::DeviceStats stats;
     auto& bytes = stats.allocated_bytes[0];  // [0] is the aggregate over pools
@@ -48,10 +50,11 @@ struct Allocator final : c10::DeviceAllocator {
   }
   void resetAccumulatedStats(DeviceIndex) override {}
   void resetPeakStats(DeviceIndex index) override { rt().reset_peak(index); }
-  std::pair<size_t, size_t> getMemoryInfo(DeviceIndex index) override {
+  std::pair<size_t, size_t> getMemoryInfo(DeviceIndex index) MAY_OVERRIDE {
     const size_t total = size_t{16} << 30;  // no card has this memory; a round number that nobody takes for a fact
     return {total - static_cast<size_t>(rt().bytes_in_use(index)), total};
   }
+#endif
 };
 
 struct PinnedAllocator final : c10::Allocator {
@@ -87,16 +90,16 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (d.index() >= 0 && d.index() < rt().num_devices()) exchange_device(d.index());
   }
 
-  c10::Stream getStream(Device d) const override { return wrap(current_stream(index_of(d))); }
+  c10::Stream getStream(Device d) const noexcept(streams_cannot_throw) override { return wrap(current_stream(index_of(d))); }
   c10::Stream getDefaultStream(Device d) const override { return wrap(rt().stream(index_of(d), 0)); }
   c10::Stream getStreamFromGlobalPool(Device d, bool) const override { return wrap(rt().pool_stream(index_of(d))); }
   c10::Stream getNewStream(Device d, int) const override { return wrap(rt().new_stream(index_of(d))); }
-  c10::Stream exchangeStream(c10::Stream s) const override {
+  c10::Stream exchangeStream(c10::Stream s) const noexcept(streams_cannot_throw) override {
     find(s);  // raises for a stream that does not exist
     const int64_t before = exchange_stream(s.device_index(), s.id());
     return wrap(rt().stream(s.device_index(), before));
   }
-  void* getStreamNativeHandle(const c10::Stream s) const override { return &find(s); }
+  void* getStreamNativeHandle(const c10::Stream s) const MAY_OVERRIDE { return &find(s); }
   bool queryStream(const c10::Stream& s) const override { return rt().query(find(s)); }
   void synchronizeStream(const c10::Stream& s) const override { rt().synchronize(find(s)); }
   void synchronizeDevice(const DeviceIndex index) const override {
@@ -135,8 +138,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 // ---- hooks -----------------------------------------------------------------------------------------------------------
 
 struct Hooks final : at::PrivateUse1HooksInterface {
-  bool isBuilt() const override { return true; }
-  bool isAvailable() const override { return true; }
+  bool isBuilt() const MAY_OVERRIDE { return true; }
+  bool isAvailable() const MAY_OVERRIDE { return true; }
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
   void init() const override {}
   DeviceIndex deviceCount() const override { return static_cast<DeviceIndex>(rt().num_devices()); }
@@ -151,7 +154,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   Device getDeviceFromPtr(void*) const override { return device(current_device()); }
   // The device draws from the CPU's generator, see [Note: random numbers] in operators.cpp.
   const at::Generator& getDefaultGenerator(DeviceIndex) const override { return at::detail::getDefaultCPUGenerator(); }
-  at::Generator getNewGenerator(DeviceIndex) const override { return at::detail::createCPUGenerator(); }
+  at::Generator getNewGenerator(DeviceIndex) const MAY_OVERRIDE { return at::detail::createCPUGenerator(); }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t size) const override {
     c10::DeviceGuard guard(storage.device());
     auto fresh = the_allocator.allocate(size);

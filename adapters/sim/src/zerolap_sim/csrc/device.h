@@ -8,6 +8,7 @@
 namespace zerolap_sim {
 
 void register_device();
+void register_autograd_fallback();
 c10::Allocator* allocator();
 
 }  // namespace zerolap_sim

@@ -26,6 +26,7 @@ static py::tuple as_tuple(const Side& side) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::module::import("torch._C._distributed_c10d");  // the base class of the process group
   register_device();
+  register_autograd_fallback();
   register_python();
 
   m.def("device_count", [] { return rt().num_devices(); });
@@ -33,6 +34,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("exchange_device", &exchange_device);
   m.def("set_num_devices", [](int count) { rt().set_num_devices(count); });
   m.def("bytes_in_use", [](int device) { return rt().bytes_in_use(device); });
+  m.def("peak_bytes", [](int device) { return rt().peak_bytes(device); });
+  m.def("reset_peak", [](int device) { rt().reset_peak(device); });
   m.def("fail", [](const std::string& message) { rt().fail(message); });
   m.def("has_failed", [] { return rt().has_failed(); });
   m.def("drain", [](double limit) {

@@ -179,11 +179,9 @@ SimBackend::SimBackend(c10::intrusive_ptr<c10d::Backend> inner, std::string name
 
 void SimBackend::setTimeout(milliseconds timeout) {
   options_->timeout = timeout;
-  inner_->setTimeout(timeout);
-}
-
-c10d::ErrorType SimBackend::getError() {
-  return rt().has_failed() ? c10d::ErrorType::COMM_ERROR : c10d::ErrorType::SUCCESS;
+  [timeout](auto& inner) {
+    if constexpr (requires { inner.setTimeout(timeout); }) inner.setTimeout(timeout);
+  }(*inner_);
 }
 
 std::string SimBackend::where() const {

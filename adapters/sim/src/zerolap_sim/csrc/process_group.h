@@ -10,6 +10,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "tensors.h"
+#include "versions.h"
 
 namespace zerolap_sim {
 
@@ -41,13 +42,12 @@ class SimBackend final : public c10d::Backend {
   SimBackend(c10::intrusive_ptr<c10d::Backend> inner, std::string name, std::chrono::milliseconds timeout);
 
   const std::string getBackendName() const override { return options_->backend; }
-  c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
-  void setTimeout(std::chrono::milliseconds timeout) override;
+  c10::intrusive_ptr<Options> getBackendOptions() MAY_OVERRIDE { return options_; }
+  void setTimeout(std::chrono::milliseconds timeout) MAY_OVERRIDE;
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return num_collectives_; }
-  c10d::ErrorType getError() override;
 
-  bool supportsCoalescing() const override { return true; }
+  bool supportsCoalescing() const MAY_OVERRIDE { return true; }
   void startCoalescing() override;
   WorkPtr endCoalescing() override;
 

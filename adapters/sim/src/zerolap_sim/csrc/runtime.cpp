@@ -6,6 +6,8 @@
 #include <cstring>
 #include <thread>
 
+#include "versions.h"
+
 namespace zerolap_sim {
 
 using std::chrono::steady_clock;
@@ -438,7 +440,7 @@ void Runtime::fail(const std::string& message) {
 void Runtime::raise_if_failed() {
   if (!failed_) return;
   std::lock_guard<std::mutex> lock(failure_mutex_);
-  throw c10::AcceleratorError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, 1, "simulated device: " + failure_ +
+  raise_device_error({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, "simulated device: " + failure_ +
       "\nThe simulated device of this process has failed and runs nothing more; every launch and synchronisation raises "
       "this first error.");
 }

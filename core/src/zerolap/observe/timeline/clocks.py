@@ -106,6 +106,6 @@ def _collectives(traces: Sequence[RankTrace]) -> dict[tuple[str, int, int, int],
             key = (span.kind, span.bucket, span.update)
             start, end = found.get((*key, counts[key]), (float("-inf"), float("inf")))
             begin = trace.clock.begin
-            found[*key, counts[key]] = max(start, begin + span.start), min(end, begin + span.end)
+            found[(*key, counts[key])] = max(start, begin + span.start), min(end, begin + span.end)
             counts[key] += 1
     return found
