@@ -13,6 +13,7 @@ import argparse
 import ast
 import importlib
 import inspect
+import re
 import subprocess
 import sys
 import tempfile
@@ -24,6 +25,8 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).parent.parent
+TORCH_NPU = ("2.6.0", "2.8.0", "2.13.0", "2.14.0")  # the releases whose sources are read
+RECENT_SETTINGS = {"2.6.0": {"TORCH_HCCL_HIGH_PRIORITY"}}  # what a release does not know yet, as the advice says
 BASE = ROOT / "core/src/zerolap/backend/streams.py"
 TORCH = Path(torch.__file__).parent
 STUB = TORCH / "_C/_distributed_c10d.pyi"
@@ -83,8 +86,12 @@ def uses_of(source: str, root: str) -> set[Use]:
 
 def settings_of(source: str) -> set[str]:
     """The environment variables that a source reads or advises."""
-    strings = {node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)}
-    return {s for s in strings if isinstance(s, str) and s.isupper() and s.startswith("TORCH_")}
+    return {text for text in _strings(source) if text.isupper() and text.startswith("TORCH_")}
+
+
+def _strings(source: str) -> set[str]:
+    nodes = ast.walk(ast.parse(source))
+    return {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
 
 
 def _dotted(node: ast.expr) -> str:
@@ -198,16 +205,7 @@ def check_xpu(source: str, findings: Findings) -> None:
     check_in_stub(uses_of(source, "dist.ProcessGroupXCCL") | _classes(source, "dist.ProcessGroupXCCL"), findings)
 
 
-def check_ipex(folder: Path, findings: Findings) -> None:
-    check_in_tree(base_uses("xpu"), folder, "intel_extension_for_pytorch.xpu", "torch.xpu", findings)
-    sources = "".join(
-        path.read_text(errors="replace") for path in (folder / "intel_extension_for_pytorch/xpu").glob("*.py")
-    )
-    findings.note("import oneccl_bindings_for_pytorch in IPEX", "import oneccl_bindings_for_pytorch" in sources)
-    findings.note('backend="ccl" in IPEX', 'backend="ccl"' in sources)
-
-
-def check_npu(source: str, folder: Path, findings: Findings) -> None:
+def check_npu(source: str, folder: Path, findings: Findings, *, release: str = "") -> None:
     uses = base_uses("npu") | uses_of(source, "torch.npu")
     check_in_tree(uses, folder, "torch_npu.npu", "torch.npu", findings)
     check_in_tree(
@@ -215,7 +213,8 @@ def check_npu(source: str, folder: Path, findings: Findings) -> None:
     )
     texts = [path.read_text(errors="replace") for path in (folder / "torch_npu").rglob("*.py")]
     findings.note(
-        "torch.npu is torch_npu.npu", any('_register_device_module("npu", torch_npu.npu)' in t for t in texts)
+        "torch.npu is torch_npu.npu",
+        any(re.search(r"""_register_device_module\(["']npu["'], torch_npu\.npu\)""", t) for t in texts),
     )
     # torch_npu makes a group's backend from an options object that we fill in: it must ask for nothing else.
     makers = [t for t in texts if "def _new_process_group_hccl_helper(" in t]
@@ -231,9 +230,13 @@ def check_npu(source: str, folder: Path, findings: Findings) -> None:
         given = {u.name.partition(".")[2] for u in uses_of((BASE.parent / "base.py").read_text(), "options")}
         for name in sorted(wanted):
             findings.note(f"torch_npu's maker of HCCL backends is given {name}", name in given)
+    # The adapter looks at a setting's older name, too, if it has one: a library has to know one of them.
     library = (folder / "torch_npu/lib/libtorch_npu.so").read_bytes()
-    for name in settings_of(source):
-        findings.note(f"{name} in libtorch_npu.so", name.encode() in library)
+    for name in settings_of(source) - RECENT_SETTINGS.get(release, set()):
+        names = {name, name.removeprefix("TORCH_")} & {*_strings(source)}
+        findings.note(
+            f"{' or '.join(sorted(names))} in libtorch_npu.so", any(each.encode() in library for each in names)
+        )
 
 
 def _classes(source: str, name: str) -> set[Use]:
@@ -266,9 +269,10 @@ def main() -> int:
         folder.mkdir(parents=True, exist_ok=True)
         check_cuda(source_of("cuda_nccl"), findings)
         check_xpu(source_of("xpu"), findings)
-        check_ipex(unpacked("intel-extension-for-pytorch==2.8.0", folder), findings)
-        version = torch.__version__.partition("+")[0]
-        check_npu(source_of("ascend_hccl"), unpacked(f"torch-npu=={version}", folder), findings)
+        for version in TORCH_NPU:
+            print(f"torch-npu {version}", flush=True)
+            unpacked_to = unpacked(f"torch-npu=={version}", folder / version)
+            check_npu(source_of("ascend_hccl"), unpacked_to, findings, release=version)
     print("\n".join(f"there: {what}" for what in findings.checked))
     print("\n".join(f"MISSING: {what}" for what in findings.missing) or f"all {len(findings.checked)} are there")
     return bool(findings.missing)

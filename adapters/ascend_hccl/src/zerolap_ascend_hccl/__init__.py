@@ -52,10 +52,12 @@ class AscendHcclAdapter(StreamAdapter):
         if os.environ.get("TORCH_HCCL_HIGH_PRIORITY") != "1":
             advice.append(
                 "set TORCH_HCCL_HIGH_PRIORITY=1 before the process starts: it is the only way to give communication a stream "
-                "of high priority"
+                "of high priority, and torch_npu has it from 2.8 on"
             )
-        if os.environ.get("TORCH_HCCL_ASYNC_ERROR_HANDLING") == "0":
-            advice.append("TORCH_HCCL_ASYNC_ERROR_HANDLING=0 lets a failed collective hang; unset it")
-        if os.environ.get("TORCH_HCCL_BLOCKING_WAIT") == "1":
-            advice.append("TORCH_HCCL_BLOCKING_WAIT=1 makes the host wait for every collective; unset it")
+        for name in ("TORCH_HCCL_ASYNC_ERROR_HANDLING", "HCCL_ASYNC_ERROR_HANDLING"):  # the second is the older name
+            if os.environ.get(name) == "0":
+                advice.append(f"{name}=0 lets a failed collective hang; unset it")
+        for name in ("TORCH_HCCL_BLOCKING_WAIT", "HCCL_BLOCKING_WAIT"):
+            if os.environ.get(name) == "1":
+                advice.append(f"{name}=1 makes the host wait for every collective; unset it")
         return advice
