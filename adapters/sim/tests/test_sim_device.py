@@ -1111,8 +1111,8 @@ def test_a_collective_that_fails_ends_everything_in_bounded_time_and_says_which(
     value = outcomes[0].value
     assert value is not None, outcomes[0].error
     first, *rest = value["errors"]
-    kind = "AcceleratorError" if hasattr(torch, "AcceleratorError") else "RuntimeError"
-    assert first.startswith(f"{kind}: simulated device: all_gather with sequence number 2"), first
+    error = "AcceleratorError" if hasattr(torch, "AcceleratorError") else "RuntimeError"
+    assert first.startswith(f"{error}: simulated device: all_gather with sequence number 2"), first
     assert "on rank 0 of 2, group " in first, first
     assert (" failed, within its timeout of 2 s: " if kind == "failure" else " timed out after 2 s: ") in first, first
     assert ("injected" in first) == (kind != "absent peer"), first

@@ -301,6 +301,11 @@ _CHECKPOINTS = (
         "checkpoints cannot be loaded",
     ),
     PrivateName(
+        f"{_DCP}.state_dict_saver._save_state_dict",
+        "saves by one rank alone, in older versions",
+        "checkpoints without a process group cannot be written; newer ones do not need it",
+    ),
+    PrivateName(
         f"{_DCP}.metadata._MEM_FORMAT_ENCODING",
         "is in the .metadata of checkpoints",
         "checkpoints of this torch need another reader",

@@ -150,21 +150,27 @@ class _Checker:
         _must(type(state["chunks"]) is list, "chunks are no list")
         size, chunks = self.size(state["size"]), [self.chunk(each) for each in self.count(state["chunks"])]
         check_coverage(name, size, chunks)
-        return TensorStorageMetadata(properties=self.properties(state["properties"]), size=size, chunks=chunks)
+        properties = self.properties(state["properties"], len(size))
+        return TensorStorageMetadata(properties=properties, size=size, chunks=chunks)
 
     def chunk(self, record: Any) -> ChunkStorageMetadata:
         fields = ("offsets", "sizes")
         state = self.fields(record, "ChunkStorageMetadata", fields, fields)
         return ChunkStorageMetadata(offsets=self.size(state["offsets"]), sizes=self.size(state["sizes"]))
 
-    def properties(self, record: Any) -> TensorProperties:
+    def properties(self, record: Any, num_dims: int) -> TensorProperties:
         is_one = isinstance(record, Record) and record.kind == "TensorProperties" and type(record.state) is tuple
-        _must(is_one and len(record.state) == 5, "a tensor's properties are none")
-        dtype, layout, requires_grad, memory_format, pin_memory = self.count(record.state)
+        _must(is_one and len(record.state) in (5, 6), "a tensor's properties are none")
+        dtype, layout, requires_grad, memory_format, pin_memory, *strides = self.count(record.state)
         is_known = (
             isinstance(dtype, torch.dtype) and layout == "strided" and isinstance(memory_format, torch.memory_format)
         )
         _must(is_known and type(requires_grad) is bool and type(pin_memory) is bool, "a tensor's properties are none")
+        for each in (
+            strides
+        ):  # newer versions write how a tensor lay in memory; it is loaded into one that lies somewhere already
+            is_none_or_one = each is None or (type(each) is tuple and len(each) == num_dims)
+            _must(is_none_or_one and all(type(n) is int for n in each or ()), "a tensor's strides are none")
         return TensorProperties(
             dtype=dtype, requires_grad=requires_grad, memory_format=memory_format, pin_memory=pin_memory
         )

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -26,6 +25,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from zerolap._logging import logger_of
 from zerolap._public import public_in
 from zerolap._torch import device_types_of, group_timeout
+from zerolap._torch.checkpoint_format import save_state
 from zerolap.checkpoint.folder import (
     MANIFEST,
     Writer,
@@ -249,7 +249,7 @@ def _save_by_dcp(
     path: Path,
 ) -> None:
     try:
-        state_dict_saver.save(state, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
+        save_state(state, writer=writer, planner=planner, group=group)
     except CheckpointException as error:  # a BaseException, raised on all ranks
         mine = error.failures.get(0 if group is None else group.rank())
         if mine is not None and not isinstance(mine[0], Exception):

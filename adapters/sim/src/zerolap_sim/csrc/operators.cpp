@@ -86,6 +86,7 @@ at::Tensor for_scratch(const at::Tensor& t) {
 
 void run_on_host(const c10::OperatorHandle& op, Stack& stack) {
   at::AutoDispatchBelowADInplaceOrView guard;
+  const Stack held = stack;  // older versions return several out= after they have dropped what only the stack held
   op.callBoxed(&stack);
 }
 
