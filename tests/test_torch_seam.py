@@ -10,6 +10,8 @@ import re
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 import warnings
 from collections.abc import Iterator
 from datetime import timedelta
@@ -221,6 +223,22 @@ def _read_ddp_and_its_group() -> None:
 
 def test_ddp_and_its_group_are_read_and_given_other_buckets() -> None:
     run_ranks(1, _read_ddp_and_its_group)
+
+
+def _drop_a_group_whose_collective_has_a_callback(rank_that_is_late: int) -> bool:
+    group = zerolap.load_adapter("cpu_gloo").open_group(dist.group.WORLD, name="own")  # type: ignore[arg-type]
+    sum_, called = torch.ones(3), threading.Event()
+    dist.barrier()
+    if dist.get_rank() == rank_that_is_late:
+        time.sleep(0.5)  # so that the other's destructor waits for it
+    work = group.allreduce([sum_])
+    work.get_future().then(lambda _: called.set())
+    del work, group
+    return called.wait(10) and sum_.tolist() == [2, 2, 2]
+
+
+def test_a_group_that_is_dropped_waits_for_its_collectives_without_holding_up_python() -> None:
+    assert run_ranks(2, _drop_a_group_whose_collective_has_a_callback, 1, limit=60) == [True, True]
 
 
 # --- versions of torch ------------------------------------------------------------------------------------------------

@@ -20,9 +20,11 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import zerolap
 from support.ranks import on_ranks
 from support.training import assert_same_params, pair
+from support.versions import NEEDS_MUON
 from zerolap import checkpoint
 from zerolap_conformance.ranks import run_ranks, try_ranks
 
+pytestmark = NEEDS_MUON
 SCHEDULES = ("interleaved", "after_backward", "on_step")
 
 

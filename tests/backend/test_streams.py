@@ -36,6 +36,7 @@ from support.stream_programs import (
     with_unused,
     written,
 )
+from support.versions import NEEDS_MUON
 from zerolap_ascend_hccl import AscendHcclAdapter
 from zerolap_conformance.ranks import run_ranks, try_ranks
 from zerolap_cuda_nccl import CudaNcclAdapter
@@ -88,6 +89,7 @@ def test_gradients_that_are_freed_are_freed_in_order() -> None:
     _all_ways_are_right("sim", 2, DELAYS, shard_gradients=True)
 
 
+@NEEDS_MUON
 @pytest.mark.parametrize(("num_ranks", "adapter"), [(2, "sim"), (2, "cuda_nccl"), (3, "sim")])
 def test_two_optimizers_are_right_and_send_no_padding(num_ranks: int, adapter: str) -> None:
     name, backend, make = ADAPTERS[adapter]

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import zerolap
 from support.training import SMALL_BUCKETS, Mlp, backward, batches
+from support.versions import NEEDS_MUON
 from zerolap.calibrate.calibrate import Measured, calibrate, measure
 from zerolap.calibrate.from_model import workload_of
 from zerolap.calibrate.model_params import ModelParam, describe, shared_out
@@ -344,14 +345,15 @@ def _matrices(ddp: DDP) -> list[list[Tensor]]:
     return [[param for param, of in zip(params, numbers, strict=True) if of == number] for number in range(2)]
 
 
-TWO: list[tuple[Any, dict[str, Any]]] = [(torch.optim.Muon, {"lr": 0.01}), (torch.optim.AdamW, {"lr": 0.01})]
+def _muon_and_adamw() -> list[tuple[Any, dict[str, Any]]]:
+    return [(torch.optim.Muon, {"lr": 0.01}), (torch.optim.AdamW, {"lr": 0.01})]
 
 
 def _counted_of_two() -> tuple[int, int, float]:
     ddp = DDP(Wide(), bucket_cap_mb=SMALL_BUCKETS)
     optimizers = [
         zerolap.ZeroRedundancyOptimizer(params, optimizer_class, overlap_with_ddp=True, **options)
-        for params, (optimizer_class, options) in zip(_matrices(ddp), TWO, strict=True)
+        for params, (optimizer_class, options) in zip(_matrices(ddp), _muon_and_adamw(), strict=True)
     ]
     handle, sent = zerolap.attach(ddp, optimizers), 0
     for x in batches(4):
@@ -361,13 +363,14 @@ def _counted_of_two() -> tuple[int, int, float]:
     return stats.sent_bytes - sent, stats.state_bytes, stats.state_balance
 
 
+@NEEDS_MUON
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_of_two_optimizers_bytes_states_and_balance_are_those_that_real_ranks_count(world_size: int) -> None:
     of_ranks = run_ranks(world_size, _counted_of_two)
     workload = workload_of(
         shared_out(describe(Wide()), 2),
-        optimizer_class=[each for each, _ in TWO],
-        optimizer_options=[options for _, options in TWO],
+        optimizer_class=[each for each, _ in _muon_and_adamw()],
+        optimizer_options=[options for _, options in _muon_and_adamw()],
         bucket_cap_mb=SMALL_BUCKETS,
         exact_cut=64,
     )
@@ -385,6 +388,7 @@ def test_of_two_optimizers_bytes_states_and_balance_are_those_that_real_ranks_co
     assert balance_of(workload, world_size).work == pytest.approx(1 + (busiest - 1) * matrices / total)
 
 
+@NEEDS_MUON
 def test_an_update_of_matrices_takes_a_rank_its_share_of_it() -> None:
     params = shared_out([ModelParam((512, 512), torch.float32, 1.0)] * 25, 2)
     compute = Compute(forward=0.0, backward=0.0, step_seconds_per_element=1e-9)

@@ -176,7 +176,9 @@ _store_of_registered: Callable[[dist.ProcessGroup], Store] = used(
     "torch.distributed.distributed_c10d._get_process_group_store"
 )
 _GET_STORE = text("torch.distributed.ProcessGroup.get_group_store")
-_stores: WeakKeyDictionary[dist.ProcessGroup, Store] = WeakKeyDictionary()  # of our own groups, where torch cannot tell
+# What our own groups were made of. The store, where torch cannot tell it; and the backend, so that it goes after its group: where the
+# group is what ends it, older versions wait for what is in flight and keep all of Python waiting, callbacks of what is in flight included.
+_made_of: WeakKeyDictionary[dist.ProcessGroup, tuple[Store, Backend]] = WeakKeyDictionary()
 
 
 def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
@@ -197,8 +199,7 @@ def group_around(
     _set_default_backend(group, kind)
     _register_backend(group, device, kind, backend)
     _set_group_name(group, name)
-    if not hasattr(dist.ProcessGroup, _GET_STORE):
-        _stores[group] = store
+    _made_of[group] = store, backend
     return group
 
 
@@ -206,7 +207,7 @@ def store_of(group: dist.ProcessGroup) -> Store:
     """The store that a group was made with."""
     if hasattr(dist.ProcessGroup, _GET_STORE):
         return group.get_group_store()
-    return _stores[group] if group in _stores else _store_of_registered(group)
+    return _made_of[group][0] if group in _made_of else _store_of_registered(group)
 
 
 # --- a device type of one's own ---------------------------------------------------------------------------------------
