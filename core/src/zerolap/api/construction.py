@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
+from functools import partial
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -41,9 +42,9 @@ def construct(zero: Any, params: Any, process_group: dist.ProcessGroup | None, f
     # Without the defaults: the class fills them in, and may do so in another way for each group.
     Optimizer.__init__(zero, groups, {})
     Joinable.__init__(zero)
-    weak: Any = weakref.ref(zero)  # which keeps the book
+    weak = weakref.proxy(zero)  # which keeps the book
     zero._book = ShardBook(
-        groups=lambda: weak().param_groups,
+        groups=partial(getattr, weak, "param_groups"),  # asked in every step, and costs no Python frame
         factory=factory,
         rank=zero.rank,
         world_size=zero.world_size,
