@@ -18,6 +18,7 @@ PACKAGES = {  # folder: import name, what it may depend on
     "adapters/xpu": ("zerolap_xpu", {"zerolap"}),
     "adapters/sim": ("zerolap_sim", {"zerolap"}),
     "conformance": ("zerolap_conformance", {"zerolap", "pytest"}),
+    "integrations": ("zerolap_integrations", {"zerolap"}),
 }
 DATA = {  # folder: files beside the code that it needs
     "core": (

@@ -45,7 +45,12 @@ def rows() -> Iterator[tuple[str, str]]:
     for package in (*others, *known):
         yield f"**zerolap/{package.name}/**", f"**{sentence(package / '__init__.py')}**"
         yield from _inside(package)
-    for init in sorted([*ROOT.glob("adapters/*/src/*/__init__.py"), *ROOT.glob("conformance/src/*/__init__.py")]):
+    others = (
+        path
+        for folder in ("adapters/*", "conformance", "integrations")
+        for path in ROOT.glob(f"{folder}/src/*/__init__.py")
+    )
+    for init in sorted(others):
         yield f"**{init.parent.relative_to(ROOT)}/**", f"**{sentence(init)}**"
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 CORE = ROOT / "core/src"
-SOURCES = (CORE, *sorted(ROOT.glob("adapters/*/src")), ROOT / "conformance/src")
+SOURCES = (CORE, *sorted(ROOT.glob("adapters/*/src")), ROOT / "conformance/src", ROOT / "integrations/src")
 
 MOST_LINES = {"file": 400, "class": 250, "function": 60}
 

@@ -71,6 +71,27 @@ def _same_as_saved(saved: Any, loaded: Any) -> None:
     assert_same(pickle.loads(saved[0]), pickle.loads(loaded[0]))
 
 
+def _evaluate(folder: str) -> None:
+    ddp, zero = make({"model": Convs})
+    train(ddp, zero, 0, 2)
+    checkpoint.save(folder, ddp, zero, step=2, extra={"epoch": 7})
+    saved = {name: value.clone() for name, value in ddp.module.state_dict().items()}
+    train(ddp, zero, 2, 3)
+    model = Convs()  # without DDP, and before anything was trained
+    for each in (model, ddp):
+        loaded = checkpoint.load(folder, each, None)
+        assert (loaded.step, loaded.extra) == (2, {"epoch": 7})
+    for name, value in saved.items():
+        assert torch.equal(model.state_dict()[name], value), name
+        assert torch.equal(ddp.module.state_dict()[name], value), name
+    with pytest.raises(CheckpointError, match="does not fit the model"):
+        checkpoint.load(folder, Mlp(), None)
+
+
+def test_a_model_is_loaded_without_an_optimizer(tmp_path: Path) -> None:
+    run_ranks(2, _evaluate, str(tmp_path))
+
+
 # --- round trips ------------------------------------------------------------------------------------------------------
 
 KINDS: dict[str, dict[str, Any]] = {

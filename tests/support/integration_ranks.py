@@ -47,7 +47,7 @@ def run_example(name: str, folder: Path, runs: list[Run]) -> tuple[list[list[Evi
     """For each run what came of it on 2 ranks, and what the job has printed."""
     folder.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     job = subprocess.run(
         [*command, name, str(folder), json.dumps(runs)],
         env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=LIMIT + 60,
@@ -120,58 +120,9 @@ def _loop(example: Any, make: MakeOptimizer, compiler: Callable[[DDP], Any], ste
     return ddp.module, opt
 
 
-def _lightning(example: Any, make: MakeOptimizer, folder: str, epochs: int, clip: float | None) -> Any:
-    import lightning
-
-    class Plain(example.Regression):
-        configure_gradient_clipping = lightning.LightningModule.configure_gradient_clipping
-
-        def configure_optimizers(self) -> Any:
-            self.made = make(self.parameters(), lr=1e-2)
-            return [self.made], [torch.optim.lr_scheduler.ExponentialLR(self.made, gamma=0.9)]
-
-    lightning.seed_everything(0)
-    model = Plain()
-    example.fit(model, folder, epochs, clip)
-    return model, model.made
-
-
-def _accelerate(example: Any, make: MakeOptimizer, folder: str, epochs: int, clip: float | None) -> Any:
-    from accelerate import Accelerator
-
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    model, loader = example.model_and_loader()
-    made = make(model.parameters(), lr=1e-2)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(made, gamma=0.99)
-    ddp, loader, opt, scheduler = accelerator.prepare(model, loader, made, scheduler)
-    for _ in range(epochs):
-        for x, y in loader:
-            with accelerator.accumulate(ddp):
-                accelerator.backward(nn.functional.mse_loss(ddp(x), y))
-                if clip is not None and accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(ddp.parameters(), clip)
-                opt.step()
-                scheduler.step()
-                opt.zero_grad()
-    return model, made
-
-
-def _transformers(example: Any, make: MakeOptimizer, folder: str, epochs: int, clip: float) -> Any:
-    from transformers import Trainer
-
-    given = example.settings(folder, epochs, clip)
-    given["args"].save_strategy = "no"
-    trainer = Trainer(**given, optimizer_cls_and_kwargs=(make.func, {**make.keywords, "lr": 1e-3}))
-    trainer.train()
-    return trainer.model, trainer.optimizer.optimizer
-
-
 ORACLES: dict[str, Callable[..., Any]] = {
     "with_torchrun": partial(_loop, compiler=lambda ddp: ddp),
     "with_compile": partial(_loop, compiler=torch.compile),
-    "with_lightning": _lightning,
-    "with_accelerate": _accelerate,
-    "with_transformers": _transformers,
 }
 
 

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from zerolap._public import public_in
 from zerolap.api.optimizer import ZeroRedundancyOptimizer
+from zerolap.api.preflight import meeting_group
 from zerolap.checkpoint.compatibility import compatibility_of, entries_in
 from zerolap.checkpoint.contents import STATES, Optimizers, class_name, module_of, on_all_or_none, optimizers_of
 from zerolap.checkpoint.folder import find, latest, manifest_of, path_of, step_number, steps
@@ -48,7 +49,7 @@ class Loaded:
 def load(
     folder: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: Optimizers,
+    optimizer: Optimizers | None,
     *,
     step: int | None = None,
     strict: bool = True,
@@ -61,13 +62,13 @@ def load(
         folder: The folder that ``save`` was given.
         model: The DDP, or the module in it, to load into.
         optimizer: The optimizer to load into, attached or not, or a list of several. Every parameter's state is found by its name, so what
-            one optimizer has saved may go to several of the same classes.
+            one optimizer has saved may go to several of the same classes. None: the model only, as to evaluate it.
         step: Which checkpoint, the same on all ranks. Default: the one that was written last.
         strict: If False, parameters that it does not have stay as they are, and those it has beyond the model's are left out; so is the
             state of another optimizer class where it does not fit, and its options. Shapes must match all the same.
     """
-    optimizers = optimizers_of(optimizer)
-    group = optimizers[0].process_group
+    optimizers = [] if optimizer is None else optimizers_of(optimizer)
+    group = meeting_group(*optimizers, model)
     path = _chosen(folder, step, group)
     before = on_all_or_none(lambda: _manifest_digest(path), group, f"looking at {path}")
     if len(set(all_gather_json(before, group=group, what=f"comparing {path} between ranks"))) > 1:
@@ -126,7 +127,7 @@ def _read(
     plans = [_plan(reader, model, each, saved_groups=saved_groups, classes=classes, then=then) for each in optimizers]
     now = [param for plan in plans for param in plan.params]
     differences = [
-        *compare(now, then),
+        *(compare(now, then) if optimizers else ()),
         *_differences(room, reader),
         *(each for plan in plans for each in plan.differences),
     ]
