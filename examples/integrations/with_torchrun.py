@@ -21,7 +21,7 @@ def batch(step: int) -> Tensor:
     return torch.randn(16, 32, generator=torch.Generator().manual_seed(1000 * step + dist.get_rank()))
 
 
-def main(steps: int = 20) -> tuple[nn.Module, zerolap.Handle]:
+def main(steps: int = 20) -> tuple[nn.Module, zerolap.ZeroRedundancyOptimizer]:
     dist.init_process_group("gloo")
     ddp = DDP(make_model())
     opt = zerolap.ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=1e-2, overlap_with_ddp=True)
@@ -38,7 +38,7 @@ def main(steps: int = 20) -> tuple[nn.Module, zerolap.Handle]:
         whole = 2 * sum(p.nbytes for p in ddp.parameters())
         print(f"attached: {handle.is_attached}, {handle.stats().num_updates} updates; optimizer state: ", end="")
         print(f"{handle.stats().state_bytes} bytes per rank, {whole} with AdamW itself")
-    return ddp.module, handle
+    return ddp.module, opt
 
 
 if __name__ == "__main__":

@@ -137,11 +137,11 @@ def _run(name: str, kind: str, options: dict[str, Any], edits: list[tuple[str, s
         state_bytes = sum(t.nbytes for state in held.state.values() for t in state.values() if isinstance(t, Tensor))
         return Evidence(params=_params_of(model), state_bytes=state_bytes)
     try:
-        model, handle = _load(name, _without_attach(name) if kind == "unattached" else edits).main(**options)
+        model, optimizer = _load(name, _without_attach(name) if kind == "unattached" else edits).main(**options)
     except Exception:  # for the test to judge
         return Evidence(error=traceback.format_exc())
-    stats = handle.stats()
-    num_updates = stats.num_updates if handle.is_attached else None
+    stats = optimizer.handle.stats()
+    num_updates = stats.num_updates if optimizer.handle.is_attached else None
     return Evidence(params=_params_of(model), state_bytes=stats.state_bytes, num_updates=num_updates)
 
 
