@@ -429,6 +429,17 @@ def entries(cap: float) -> dict[str, Callable[[nn.Module], Entry]]:
     made[f"zerolap, bfloat16 on the wire, {cap:g} MB"] = lambda model: Zerolap(
         model, cap=cap, schedule="after_backward", gather="lazy", master_weights=True, **BFLOAT16
     )
+    for wire, schedule, gather in (
+        ("int8", "interleaved", "eager"),
+        ("int8", "interleaved", "lazy"),
+        ("int8", "after_backward", "lazy"),
+        ("bf16", "interleaved", "lazy"),
+        ("fp8", "interleaved", "lazy"),
+    ):
+        # Not the numbers of DDP, as the table's last column says.
+        made[f"zerolap wire {wire}, {schedule} {gather}, {cap:g} MB"] = lambda model, w=wire, s=schedule, g=gather: (
+            Zerolap(model, cap=cap, wire=w, schedule=s, gather=g)
+        )
     made["zerolap auto"] = lambda model: Zerolap(model, schedule="auto")
     if importlib.util.find_spec("deepspeed"):
         warnings.filterwarnings("ignore")

@@ -26,7 +26,7 @@ PAGE = Path(__file__).parent.parent / "docs/api.md"
 
 SECTIONS = {
     "Training": (
-        *("shard", "ZeroRedundancyOptimizer", "attach", "Handle", "GradScaler"),
+        *("shard", "ZeroRedundancyOptimizer", "attach", "Handle", "Wire", "GradScaler"),
         *("hook_with_zero_step", "hook_with_zero_step_interleaved"),
     ),
     "What it does": ("trace", "Trace", "Verdict", "Exposure", "Span", "Stats", "StatsWriter", "log_to_stderr"),

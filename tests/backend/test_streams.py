@@ -89,6 +89,29 @@ def test_gradients_that_are_freed_are_freed_in_order() -> None:
     _all_ways_are_right("sim", 2, DELAYS, shard_gradients=True)
 
 
+def test_rounded_exchanges_are_ordered_and_wait_for_nothing_on_the_host() -> None:
+    name, backend, make = ADAPTERS["sim"]
+    all_of_it = zerolap.Wire(gradients="int8", parameters="int8", gradient_feedback=True, seed=1)
+    ways = {
+        f"{wire}, {schedule}": Attached(make, wire=wire, schedule=schedule, gather=gather, **options)
+        for wire, schedule, gather, options in (
+            ("int8", "interleaved", "lazy", {}),
+            (all_of_it, "after_backward", "eager", {"shard_gradients": True}),
+            ("fp8", "on_step", "lazy", {}),
+            (zerolap.Wire(parameters="bf16"), "interleaved", "eager", {}),
+        )
+    }
+    for num_ranks, delay in ((2, DELAYS[0]), (3, DELAYS[-1])):
+        for found, late in run_ranks(
+            num_ranks, on_device, every_way, ways, backend, name=name, collectives=backend, **delay
+        ):
+            assert late == []
+            for way, (to_cpu, to_synchronous, reports) in found.items():
+                assert reports == [], f"{way}: {reports[0]}"
+                assert to_synchronous == 0, way
+                assert 0 < to_cpu < 0.05, f"{way}: {to_cpu}"
+
+
 @NEEDS_MUON
 @pytest.mark.parametrize(("num_ranks", "adapter"), [(2, "sim"), (2, "cuda_nccl"), (3, "sim")])
 def test_two_optimizers_are_right_and_send_no_padding(num_ranks: int, adapter: str) -> None:

@@ -253,6 +253,8 @@ SOME = ("--params", "1e6", *LINK, *TIMES)
         ((*SOME, "--optimizer", "SGD", "--optimizer-options", '{"lr": -1}'), "cannot step a parameter"),
         ((*SOME, "--param-dtype", "int8"), "floating-point"),
         ((*SOME, "--gather-dtype", "bfloat16"), "add --master-weights"),
+        ((*SOME, "--wire", "int4"), "--wire is int8, fp8 or bf16"),
+        ((*SOME, "--wire", "int8", "--reduce-dtype", "bfloat16"), "leave out --reduce-dtype"),
         ((*SOME, "--exchange", "tree"), "staged or ring"),
         ((*SOME, "--calibrate"), "--calibrate needs --model and --batch"),
     ],

@@ -290,6 +290,8 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "masters": {"master_weights": True},
     "fp32 sums": {"master_weights": True, "reduce_dtype": torch.float32},
     "bf16 gathers": {"master_weights": True, "gather_dtype": torch.bfloat16},
+    "int8": {"wire": zerolap.Wire(gradients="int8", parameters="int8")},
+    "fp8, bf16": {"wire": zerolap.Wire(gradients="fp8", parameters="bf16")},
 }
 CASES: list[tuple[type[nn.Module], Any, dict[str, Any], str, torch.dtype]] = [
     (Mlp, torch.optim.AdamW, {"lr": 0.01}, "fp32", torch.float32),
@@ -298,6 +300,8 @@ CASES: list[tuple[type[nn.Module], Any, dict[str, Any], str, torch.dtype]] = [
     (Wide, torch.optim.SGD, {"lr": 0.01, "momentum": 0.9}, "fp32 sums", torch.bfloat16),
     (Wide, torch.optim.SGD, {"lr": 0.01}, "fp32", torch.float32),
     (Wide, torch.optim.Adafactor, {"lr": 0.01}, "fp32", torch.float32),
+    (Wide, torch.optim.AdamW, {"lr": 0.01}, "int8", torch.float32),
+    (Wide, torch.optim.Adafactor, {"lr": 0.01}, "fp8, bf16", torch.bfloat16),
 ]
 
 

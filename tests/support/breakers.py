@@ -518,6 +518,20 @@ class NeedsOneBuffer(_Gathers):
                 part.zero_()
 
 
+@caught_by("COL-10", may="OVL-18")
+class SendsToTheNextOne(CpuGlooAdapter):
+    """What an all-to-all brings from one rank lies where that of another belongs: byte by byte the other way round."""
+
+    def all_to_all(self, sent: Parts, received: Parts, **options: Any) -> Pending:
+        pending = super().all_to_all(sent, received, **options)
+
+        def spoil() -> None:
+            assert received.whole is not None
+            received.whole.copy_(received.whole.flip(0))
+
+        return Later(pending, spoil)
+
+
 @caught_by("COL-5")
 class HangsOnEmptyParts(CpuGlooAdapter):
     """One rank waits for what nobody sends."""

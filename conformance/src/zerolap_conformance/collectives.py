@@ -207,3 +207,39 @@ def takes_scattered_parts(adapter: Adapter) -> None:
         adapter.all_gather(parts, group=group, tag=0, what="all-gather").wait()
         for r, part in enumerate(parts.tensors):
             expect_equal(part, torch.full((50,), float(r)), f"the part of rank {r}")
+
+
+@requirement(
+    "COL-10",
+    "An all-to-all brings each rank the bytes that every other one has for it; they may differ in number and be none, and several may be "
+    "under way.",
+    tier=2,
+)
+def brings_each_its_own(adapter: Adapter) -> None:
+    group, device = own_group(adapter), device_of(adapter)
+    rank, size = group.rank(), group.size()
+
+    def bytes_of(source: int, to: int, scale: int) -> Tensor:
+        numel = 0 if source == to else scale * (1 + (3 * source + to) % 5) * ((source + to) % 3)
+        return (torch.arange(numel) * (1 + source) + 7 * to).to(torch.uint8)
+
+    def ends_of(parts: list[Tensor]) -> list[int]:
+        return [sum(part.numel() for part in parts[:end]) for end in range(size + 1)]
+
+    under_way = []
+    for tag, scale in enumerate((1, 16, 1000, 0, 100_003)):
+        sent = [bytes_of(rank, to, scale) for to in range(size)]
+        expected = [bytes_of(source, rank, scale) for source in range(size)]
+        memory = torch.full((sum(part.numel() for part in expected),), 255, dtype=torch.uint8, device=device)
+        pending = adapter.all_to_all(
+            zerolap.Parts.cut(torch.cat(sent).to(device), ends_of(sent)),
+            zerolap.Parts.cut(memory, ends_of(expected)),
+            group=group,
+            tag=tag,
+            what=f"all-to-all {tag}",
+        )
+        expect(pending.sent_bytes, sum(part.numel() for part in sent), f"the bytes that all-to-all {tag} says it sends")
+        under_way.append((pending, memory, torch.cat(expected), tag))
+    for pending, memory, all_expected, tag in under_way:
+        pending.wait()
+        expect_equal(memory, all_expected, f"what all-to-all {tag} brings")

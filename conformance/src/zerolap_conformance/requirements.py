@@ -79,6 +79,7 @@ def all_requirements() -> dict[str, Requirement]:
         device,
         lanes,
         overlap,
+        overlap_rounded,
         performance,
         stress,
     )

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from zerolap.observe.timeline.record import Span as Span
     from zerolap.observe.timeline.verdict import Exposure as Exposure
     from zerolap.observe.timeline.verdict import Verdict as Verdict
+    from zerolap.schedule.wire_format import Wire as Wire
 
 __version__ = "0.1.0"
 
@@ -72,6 +73,7 @@ _HOMES = {
     "Trace": "zerolap.observe.recorder",
     "Verdict": "zerolap.observe.timeline.verdict",
     "Waitable": "zerolap.backend.lanes",
+    "Wire": "zerolap.schedule.wire_format",
     "ZeroRedundancyOptimizer": "zerolap.api.optimizer",
     "ZerolapError": "zerolap.errors",
     "adapters": "zerolap.backend.registry",

@@ -120,6 +120,13 @@ class CpuGlooAdapter(Adapter):
             works = [self._progress_of(group).submit(in_stages)]
         return Pending(works, tensors=(parts,), what=what, sent_bytes=bytes_of_gather(parts, stages))
 
+    def all_to_all(self, sent: Parts, received: Parts, *, group: dist.ProcessGroup, tag: int, what: str) -> Pending:
+        memory = self._shared_by(group)
+        deliveries, works = start_all_to_all(sent.tensors, received.tensors, tag=tag, memory=memory)
+        if deliveries:  # whoever waits or not: a sender may be waiting for room
+            works.append(self._progress_of(group).submit(partial(copy_out, deliveries)))
+        return Pending(works, tensors=(sent, received), what=what, sent_bytes=sent.nbytes)
+
     def _shared_by(self, group: dist.ProcessGroup) -> SharedMemory:
         return self._shared.get(group.group_name) or SharedMemory(group, {})  # somebody else's group: no neighbours
 
@@ -248,6 +255,30 @@ def start_gather_stage(
         for place, piece in enumerate(_pieces(mine, memory.piece_bytes)):
             works.append(memory.send(piece, neighbours, tag=tag * _MAX_MESSAGES + place))
     return deliveries, works
+
+
+def start_all_to_all(
+    sent: Sequence[Tensor], received: Sequence[Tensor], *, tag: int, memory: SharedMemory
+) -> tuple[list[tuple[SharedReceive, Tensor]], list[Waitable]]:
+    """Send each rank its part, and receive from each where that belongs: what is left to copy, and what to wait for then.
+
+    Rank r begins with r + 1, so that no two begin with the same one.
+    """
+    group, me = memory.group, memory.group.rank()
+    others = [(me + step) % len(sent) for step in range(1, len(sent))]
+    far, near = ([rank for rank in others if (rank in memory.ranks) is is_near] for is_near in (False, True))
+    works: list[Waitable] = [
+        group.recv([received[rank]], rank, tag) for rank in reversed(far) if received[rank].numel()
+    ]
+    works += [group.send([sent[rank]], rank, tag) for rank in far if sent[rank].numel()]
+    rows = []
+    for rank in reversed(near):
+        pieces = enumerate(_pieces(received[rank], memory.piece_bytes))
+        rows.append([(memory.ask(piece, src=rank, tag=tag * _MAX_MESSAGES + k), piece) for k, piece in pieces])
+    for rank in near:
+        for place, piece in enumerate(_pieces(sent[rank], memory.piece_bytes)):
+            works.append(memory.send(piece, (rank,), tag=tag * _MAX_MESSAGES + place))
+    return [each for row in zip_longest(*rows) for each in row if each is not None], works
 
 
 def reduce_in_stages(

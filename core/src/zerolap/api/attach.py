@@ -5,8 +5,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from math import lcm
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -17,10 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 from zerolap._logging import logger_of
 from zerolap._public import public
 from zerolap._torch import can_free_buckets
-from zerolap.api.connect import connect_ranks, hook_of, shard_gradients_of, start_engine, take_buckets
+from zerolap.api.attach_checks import check_attachable, check_wire
+from zerolap.api.connect import connect_ranks, shard_gradients_of, start_engine, take_buckets
 from zerolap.api.handle import Handle, refresh_masters
 from zerolap.api.optimizer import ZeroRedundancyOptimizer
-from zerolap.api.preflight import called_together, check_sent_dtype, several, unwrapped
+from zerolap.api.preflight import called_together, several, unwrapped
 from zerolap.api.tuner import Tuner, compiled_parts
 from zerolap.backend.base import Adapter
 from zerolap.runtime.books import Books
@@ -33,6 +35,7 @@ from zerolap.runtime.precision import Precision
 from zerolap.runtime.safety import Audit, NonFinite, NonFiniteCheck, Safety
 from zerolap.runtime.shard_optimizer import WITH_FUSED
 from zerolap.schedule.machine import Gather, Schedule
+from zerolap.schedule.wire_format import Wire
 
 logger = logger_of(__name__)
 
@@ -51,6 +54,7 @@ def attach(
     master_weights: bool = False,
     reduce_dtype: torch.dtype | None = None,
     gather_dtype: torch.dtype | None = None,
+    wire: Literal["int8", "fp8", "bf16"] | Wire | None = None,
     shard_gradients: bool = False,
     track_grad_norm: bool = False,
     audit_every: int | None = None,
@@ -76,6 +80,8 @@ def attach(
         master_weights: Keep fp32 copies of 16-bit parameters in the shards, and round the parameters from them after each update.
         reduce_dtype: The dtype in which gradients are sent and summed. Default: the parameters' own.
         gather_dtype: The dtype in which parameters are sent; a narrower one rounds them and needs ``master_weights``. Default: their own.
+        wire: ``"int8"``, ``"fp8"`` or ``"bf16"``: gradients are rounded to that once when they are sent, and of parameters the difference is
+            sent that is left of exact values in the shards. Less is sent, and numbers are not those of DDP. ``zerolap.Wire`` says it by direction.
         shard_gradients: ZeRO stage 2. The memory of whole gradients is freed bucket by bucket, as soon as they are reduced, and that of this
             rank's part of their mean once it was used; ``.grad`` is None after backward. Needs a DDP without ``gradient_as_bucket_view``.
         track_grad_norm: Add up the norm of the mean gradients while they are used, for ``handle.grad_norm()``: a pass over them more.
@@ -86,7 +92,7 @@ def attach(
     precision = Precision(master_weights=master_weights, reduce_dtype=reduce_dtype, gather_dtype=gather_dtype)
     optimizers = [unwrapped(each) for each in several(optimizer)]
     wanted = _Attachment(
-        ddp, optimizers, schedule, gather, precision, shard_gradients, track_grad_norm, audit_every, nonfinite
+        ddp, optimizers, schedule, gather, precision, wire, shard_gradients, track_grad_norm, audit_every, nonfinite
     )
     return wanted.make(adapter)
 
@@ -100,6 +106,7 @@ class _Attachment:
     schedule: str
     gather: str | None
     precision: Precision
+    wire: object
     shard_gradients: bool
     track_grad_norm: bool
     audit_every: int | None
@@ -131,7 +138,9 @@ class _Attachment:
         every = 0 if self.audit_every is None else self.audit_every
         self.safety = Safety(audit_every=every, nonfinite=_member(NonFinite, self.nonfinite, "nonfinite"))
         self.schedules, self.gathers = _ways(self.ddp, self.schedule, self.gather, self.safety)
-        _check_attachable(self.ddp, self.optimizers, self.precision)
+        self.precision = replace(self.precision, wire=Wire.of(self.wire))
+        check_attachable(self.ddp, self.optimizers, self.precision)
+        check_wire(self.optimizers, self.precision)
         _check_safety(self.safety, self.schedules[0])
         _check_sharded_gradients(self.ddp, self.shard_gradients)
         if type(self.track_grad_norm) is not bool:
@@ -185,8 +194,11 @@ class _Attachment:
             shards_gradients=self.shard_gradients,
         )
         engine.common.tracks_norm = self.track_grad_norm
+        engine.common.wire = precision.wire
+        if strategy.rounding is not None and strategy.rounding.clock is not None:
+            engine.observers.append(strategy.rounding.clock)
         audit, nonfinite = _observe(engine, self.safety)
-        if precision.master_weights:
+        if precision.keeps_masters:
             undo.callback(ddp.module.register_load_state_dict_post_hook(_RefreshMasters(engine)).remove)
         use_gather = _waiting(ddp.module, engine, undo)
         use_gather(self.gathers[0])
@@ -304,7 +316,11 @@ def _agree_on_facts(optimizer: ZeroRedundancyOptimizer, *, cut: int, precision: 
     for place, group in enumerate(groups):
         if fused[place] and not all(theirs[place] for theirs, _ in said):
             group["fused"] = None
-    agreed = {dtype: each for dtype, each in cuts.items() if each and all(theirs[str(dtype)] for _, theirs in said)}
+    agreed = {
+        dtype: lcm(each, precision.wire.block)
+        for dtype, each in cuts.items()
+        if each and all(theirs[str(dtype)] for _, theirs in said)
+    }
     whole = sorted({str(param.dtype) for param in optimizer._all_params if param.dtype not in agreed})
     if whole:
         logger.info(
@@ -333,31 +349,6 @@ def _member(kind: type[E], value: str, name: str, *others: str) -> E:
         return kind(value)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{name} must be one of {[*(each.value for each in kind), *others]}, got {value!r}") from error
-
-
-def _check_attachable(
-    ddp: DistributedDataParallel, optimizers: Sequence[ZeroRedundancyOptimizer], precision: Precision
-) -> None:
-    if type(precision.master_weights) is not bool:
-        raise TypeError(f"master_weights must be True or False, got {precision.master_weights!r}")
-    check_sent_dtype("reduce_dtype", precision.reduce_dtype)
-    check_sent_dtype("gather_dtype", precision.gather_dtype)
-    hook = hook_of(ddp)
-    if hook is not None and hook.engine is not None:
-        raise ValueError("this DDP is attached to another optimizer already; call detach() of that one's handle first")
-    sent = precision.gather_dtype
-    mine = {param for optimizer in optimizers for param in optimizer._book.params}
-    widest = max((param.dtype for param in mine), key=lambda dtype: dtype.itemsize)
-    if sent is not None and sent.itemsize > widest.itemsize:
-        raise ValueError(f"gather_dtype={sent} is wider than {widest}: it would send more for nothing")
-    if sent is not None and sent.itemsize < widest.itemsize and not precision.master_weights:
-        raise ValueError(f"gather_dtype={sent} rounds parameters of {widest} at every step; add master_weights=True")
-    left_out = [name for name, param in ddp.module.named_parameters() if param.requires_grad and param not in mine]
-    if left_out:
-        raise ValueError(
-            f"{len(left_out)} trainable parameters of this DDP are not in the optimizer ({', '.join(left_out[:5])}): nobody "
-            "would reduce their gradients; give the optimizer all of them, or use hook_with_zero_step"
-        )
 
 
 def _check_sharded_gradients(ddp: DistributedDataParallel, wish: object) -> None:

@@ -51,10 +51,11 @@ class Handle:
 
     def __repr__(self) -> str:
         engine = self._engine
+        wire = "" if engine.common.wire.is_exact else f"wire: {engine.common.wire} (not the numbers of DDP), "
         how = "tuned by auto" if self._tuner is not None and self.is_tuned else "auto" if self._tuner else "chosen"
         return (
             f"<zerolap.Handle: {'attached' if self.is_attached else 'detached'}{', failed' if engine.common.failures.first else ''}; schedule="
-            f"{self.schedule!r}, gather={self.gather!r} ({how}), adapter={engine.common.adapter.name!r}, "
+            f"{self.schedule!r}, gather={self.gather!r} ({how}), {wire}adapter={engine.common.adapter.name!r}, "
             f"{engine.books.world_size} ranks, {len(engine.layout)} buckets>"
         )
 
@@ -203,5 +204,6 @@ def _shard_gradient_bytes(bucket: Bucket) -> int:
 
 def refresh_masters(engine: Engine) -> None:
     """Take the parameters' values for the master weights: they were loaded, or set by hand."""
+    engine.wait_for_params()
     for local in engine.books.locals:
         local.refresh_masters()

@@ -270,6 +270,7 @@ def _workload_of(engine: Engine) -> Workload:
         layout=tuple(layout),
         reduce_itemsize=reduced_as.itemsize if reduced_as else None,
         gather_itemsize=gathered_as.itemsize if gathered_as else None,
+        wire=engine.strategy.precision.wire,
     )
 
 

@@ -276,3 +276,14 @@ class Adapter:
         works = [group.broadcast(part, root=rank) for rank, part in enumerate(parts.tensors) if part.numel()]
         sent_bytes = parts.tensors[group.rank()].nbytes * (group.size() - 1)
         return Pending(works, tensors=(parts,), what=what, sent_bytes=sent_bytes)
+
+    def all_to_all(self, sent: Parts, received: Parts, *, group: dist.ProcessGroup, tag: int, what: str) -> Pending:
+        """Send the r-th part of ``sent`` to rank r, and fill the r-th of ``received`` with what that sends here.
+
+        Each lies in one piece of memory, in bytes; what a rank has for itself is empty, as is what need not be sent.
+        """
+        assert sent.whole is not None, "messages lie one behind the other"
+        assert received.whole is not None, "messages lie one behind the other"
+        sizes = ([part.numel() for part in parts.tensors] for parts in (received, sent))
+        works = [group.alltoall_base(received.whole, sent.whole, *sizes)]
+        return Pending(works, tensors=(sent, received), what=what, sent_bytes=sent.nbytes)

@@ -58,6 +58,10 @@ class _OrderChecked:
         self._check(group, f"all-gather of bucket {tag}, {_size(parts)}")
         return self._adapter.all_gather(parts, group=group, tag=tag, what=what)
 
+    def all_to_all(self, sent: Parts, received: Parts, *, group: dist.ProcessGroup, tag: int, what: str) -> Pending:
+        self._check(group, f"all-to-all of bucket {tag}")  # how much it is differs between ranks
+        return self._adapter.all_to_all(sent, received, group=group, tag=tag, what=what)
+
     def all_reduce(
         self, tensor: Tensor, *, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup, what: str
     ) -> Pending:

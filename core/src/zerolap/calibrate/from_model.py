@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from math import prod
+from math import lcm, prod
 from typing import Any, NamedTuple
 
 import torch
@@ -69,7 +69,7 @@ def workload_of(
                 state_bytes_per_piece=sized.bytes_of((0,) if may_be_cut else shape),
                 master_itemsize=master.itemsize if master else 0,
                 optimizer=number,
-                cut=exact_cut if may_be_cut else None,
+                cut=lcm(exact_cut, precision.wire.block) if may_be_cut else None,
                 update_cost=update_cost(by, shape),
             )
         )
@@ -78,6 +78,7 @@ def workload_of(
         layout=_layout(described, bucket_cap_mb, measured),
         reduce_itemsize=precision.reduce_dtype.itemsize if precision.reduce_dtype else None,
         gather_itemsize=precision.gather_dtype.itemsize if precision.gather_dtype else None,
+        wire=precision.wire,
         max_receive_bytes=max_receive_bytes,
     )
 

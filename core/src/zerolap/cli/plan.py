@@ -268,6 +268,8 @@ def show(planned: Planned, console: Console) -> None:
             f"parameters that stay whole: the busiest rank has {planned.balance.state:.2f} of the mean in state, {planned.balance.work:.2f} in the "
             "work of updates"
         )
+    if not planned.workload.wire.is_exact:
+        console.print(f"wire: {planned.workload.wire}; [bold]the numbers are not those of DDP[/bold]")
     memory = Table("memory of a rank", "zerolap", "DDP", box=None)
     for name in (*asdict(ddp.memory), "held", "peak"):
         ours, theirs = getattr(advice.best.memory, name), getattr(ddp.memory, name)

@@ -15,6 +15,7 @@ from zerolap.cli.import_path import attribute
 from zerolap.cli.numbers import in_units
 from zerolap.cli.plan_options import PlanOptions
 from zerolap.runtime.precision import Precision
+from zerolap.schedule.wire_format import Wire
 from zerolap.untrusted.files import parse_json, printable, read_json
 
 _PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
@@ -161,12 +162,26 @@ def dtype_of(name: str | None) -> torch.dtype | None:
     return found
 
 
+def wire_of(given: str | None) -> Wire:
+    names = (given or "none").split(",")
+    if len(names) > 2 or any(name not in ("int8", "fp8", "bf16", "none") for name in names):
+        said = f"{given!r}"[:200]
+        raise ValueError(
+            f"--wire is int8, fp8 or bf16, or two for gradients and parameters, as in int8,none; got {said}"
+        )
+    gradients, parameters = (None if name == "none" else name for name in (names[0], names[-1]))
+    return Wire(gradients=gradients, parameters=parameters)  # type: ignore[arg-type]  # names of formats
+
+
 def precision_of(options: PlanOptions, params: list[ModelParam]) -> Precision:
     precision = Precision(
         master_weights=options.master_weights,
         reduce_dtype=dtype_of(options.reduce_dtype),
         gather_dtype=dtype_of(options.gather_dtype),
+        wire=wire_of(options.wire),
     )
+    if options.wire is not None and (options.reduce_dtype is not None or options.gather_dtype is not None):
+        raise ValueError("--wire says how all is sent: leave out --reduce-dtype and --gather-dtype")
     sent, widest = precision.gather_dtype, max(param.dtype.itemsize for param in params)
     if sent is not None and sent.itemsize > widest:
         raise ValueError(

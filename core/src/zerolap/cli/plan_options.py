@@ -51,6 +51,10 @@ class PlanOptions:
     master_weights: Annotated[bool, typer.Option("--master-weights", help="As in attach.")] = False
     reduce_dtype: Annotated[str | None, typer.Option(help="As in attach.")] = None
     gather_dtype: Annotated[str | None, typer.Option(help="As in attach.")] = None
+    wire: Annotated[
+        str | None,
+        typer.Option(help="As in attach: int8, fp8 or bf16, or GRADIENTS,PARAMETERS. Other numbers than DDP's."),
+    ] = None
     bucket_cap_mb: Annotated[
         float | None, typer.Option(parser=number(0, 1e6), help="As in DDP; 25, the first 1, if not given.")
     ] = None

@@ -122,6 +122,7 @@ def seconds_by_size(
             layout=layout,
             reduce_itemsize=workload.reduce_itemsize,
             gather_itemsize=workload.gather_itemsize,
+            wire=workload.wire,
         )
         found[size] = min(
             forecast(

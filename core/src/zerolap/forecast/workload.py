@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from itertools import accumulate, pairwise
+from math import lcm
 from typing import NamedTuple
 
 from zerolap.schedule.balance import COST_PER_ELEMENT, Balance, Load, assign_whole, rank_loads
-from zerolap.schedule.ownership import ByRank, EqualRanges, GroupRank, Layout, Section, Sections, Slot
+from zerolap.schedule.ownership import ByRank, EqualRanges, GroupRank, Layout, Piece, Section, Sections, Slot
+from zerolap.schedule.wire_format import Wire, WireFormat, in_blocks
 
 MB = 2**20
 FIRST_BUCKET_BYTES = MB  # DDP's first bucket, unless a cap is given: its reduction shall start early
@@ -51,6 +53,7 @@ class Workload:
     reduce_itemsize: int | None = None  # None: the parameter's own
     gather_itemsize: int | None = None
     max_receive_bytes: int | None = None  # None: room for all of a bucket
+    wire: Wire = field(default_factory=Wire)  # what is rounded on the way
     shards_gradients: bool = False  # whole gradients are freed bucket by bucket, and shards once they were used
 
     @property
@@ -185,15 +188,16 @@ def traffic_of(workload: Workload, world_size: int) -> list[Traffic]:
                 updated += owners.balance.work * sum(load.work for load in loads) / COST_PER_ELEMENT / world_size
                 share = owners.balance.state * sum(load.num_bytes for load in loads) / itemsize / world_size
                 moved += share * (world_size - 1)
-        reduced_as, gathered_as = workload.reduce_itemsize or itemsize, workload.gather_itemsize or itemsize
+        reduced_as = _bytes_each(workload.wire.reduces_in, workload.reduce_itemsize, itemsize)
+        gathered_as = _bytes_each(workload.wire.gathers_in, workload.gather_itemsize, itemsize)
         traffic.append(
             Traffic(
                 updated=updated,
                 reduce_bytes=moved * reduced_as,
                 gather_bytes=moved * gathered_as,
                 gradient_bytes=numel * itemsize,
-                reduce_copy_bytes=numel * reduced_as if reduced_as != itemsize else 0,
-                gather_copy_bytes=numel * gathered_as if gathered_as != itemsize else 0,
+                reduce_copy_bytes=round(numel * reduced_as) if reduced_as != itemsize else 0,
+                gather_copy_bytes=round(numel * gathered_as) if gathered_as != itemsize else 0,
                 used_at=min(param.used_at for param in members),
                 ready_at=ready_at,
             )
@@ -212,16 +216,47 @@ def sent_bytes(workload: Workload, world_size: int, *, rank: GroupRank, stage_si
         blocks.append((low, low + width, size - 1))
     for slots, sections in zip(workload.layout, _owners_of(workload, world_size).buckets, strict=True):
         itemsize = params[slots[0].param].itemsize
-        step = _ALIGNMENT_BYTES // itemsize
+        step = lcm(_ALIGNMENT_BYTES // itemsize, workload.wire.block)
+        if workload.wire.reduces_in is not None:
+            sent += _rounded_reduction(sections, workload.wire.reduces_in, world_size, rank=rank, itemsize=itemsize)
         for section in sections.sections:
             sizes = [params[index].numel for index in section.order()]
             ends = {end: section.end(end) for begin, stop, _ in blocks for end in (begin, stop)}
             mine = ends[blocks[-1][1]] - ends[blocks[-1][0]]
-            sent += (sum(sizes) - mine) * (workload.reduce_itemsize or itemsize)
+            if workload.wire.reduces_in is None:
+                sent += (sum(sizes) - mine) * (workload.reduce_itemsize or itemsize)
             place = dict(zip(ends, _positions(sizes, list(ends.values()), step=step), strict=True))
-            gathered = sum((place[stop] - place[begin]) * num_peers for begin, stop, num_peers in blocks)
-            sent += gathered * (workload.gather_itemsize or itemsize)
+            form = workload.wire.gathers_in
+            if form is None:
+                gathered = sum((place[stop] - place[begin]) * num_peers for begin, stop, num_peers in blocks)
+                sent += gathered * (workload.gather_itemsize or itemsize)
+                continue
+            for begin, stop, num_peers in blocks:
+                bounds = [section.end(end) for end in range(begin, stop + 1)]
+                own = pairwise(_positions(sizes, bounds, step=step))
+                sent += num_peers * sum(
+                    form.num_bytes(last - first, scale_itemsize=_scale_of(itemsize)) for first, last in own
+                )
     return sent
+
+
+def _rounded_reduction(sections: Sections, form: WireFormat, world_size: int, *, rank: GroupRank, itemsize: int) -> int:
+    """What a rank sends of a bucket's gradients: a message to the owner of every other part, in whole blocks of each piece."""
+    others = (GroupRank(other) for other in range(world_size) if other != rank)
+    sizes = (sum(in_blocks(piece.stop - piece.start) for piece in sections.owned_by(other)) for other in others)
+    return sum(form.num_bytes(size, scale_itemsize=_scale_of(itemsize)) for size in sizes)
+
+
+def _scale_of(itemsize: int) -> int:
+    return 8 if itemsize == 8 else 4
+
+
+def _bytes_each(form: WireFormat | None, sent_as: int | None, itemsize: int) -> float:
+    """What an element takes on the wire."""
+    if form is None:
+        return sent_as or itemsize
+    many = 2**20
+    return form.num_bytes(many, scale_itemsize=_scale_of(itemsize)) / many
 
 
 def sharded_memory(workload: Workload, world_size: int, *, rank: GroupRank | None = None) -> Memory:
@@ -232,16 +267,18 @@ def sharded_memory(workload: Workload, world_size: int, *, rank: GroupRank | Non
     params, state, masters, reduced, flat = workload.params, 0.0, 0, 0, 0
     for slots, sections in zip(workload.layout, owners, strict=True):
         itemsize = params[slots[0].param].itemsize
-        step = _ALIGNMENT_BYTES // itemsize
+        step = lcm(_ALIGNMENT_BYTES // itemsize, workload.wire.block)
         flat += itemsize * sum(-(-slot.numel // step) * step for slot in slots)
         for piece in sections.owned_by(rank):
             param, size = params[piece.param], piece.stop - piece.start
             state += param.state_bytes_per_element * size + param.state_bytes_per_piece
             masters += param.master_itemsize * size
-            sent_as = workload.reduce_itemsize or itemsize
+            sent_as, size = _summed(workload, piece, itemsize)
             stepped_as = param.master_itemsize or itemsize
             reduced += size * (sent_as + (stepped_as if stepped_as != sent_as else 0))
-    largest = max((_bytes(slots, params, workload.reduce_itemsize) for slots in workload.layout), default=0)
+    # What is rounded is received where it is decoded from: among the copies.
+    is_exact = workload.wire.gradients is None
+    largest = max((is_exact * _bytes(slots, params, workload.reduce_itemsize) for slots in workload.layout), default=0)
     limit = workload.max_receive_bytes
     freed = workload.shards_gradients
     # Two buckets of about the usual size on their way, and the one being filled with the parameters' own gradients of it.
@@ -249,13 +286,28 @@ def sharded_memory(workload: Workload, world_size: int, *, rank: GroupRank | Non
     transient = 2 * sizes[-1] + 2 * sizes[len(sizes) // 2] + reduced if freed and sizes else 0
     return Memory(
         params=flat,
-        gradients=0 if freed else sum(param.numel * param.itemsize for param in params),
+        gradients=(0 if freed else sum(param.numel * param.itemsize for param in params)) + _owed(workload),
         reduced=0 if freed else reduced,
         transient=transient,
         state=round(state),
         masters=masters,
         received=0 if world_size == 1 else largest if limit is None else min(largest, limit),
     )
+
+
+def _owed(workload: Workload) -> int:
+    """What is rounded off gradients, if it is kept for the next ones: of all parameters."""
+    if not workload.wire.gradient_feedback:
+        return 0
+    return sum(in_blocks(param.numel) * max(4, param.itemsize) for param in workload.params)
+
+
+def _summed(workload: Workload, piece: Piece, itemsize: int) -> tuple[int, int]:
+    """Bytes of an element where gradients are added up, and how many elements a piece takes there."""
+    size = piece.stop - piece.start
+    if workload.wire.reduces_in is None:
+        return workload.reduce_itemsize or itemsize, size
+    return max(4, itemsize), in_blocks(size)
 
 
 def plain_memory(workload: Workload) -> Memory:
@@ -266,7 +318,8 @@ def plain_memory(workload: Workload) -> Memory:
         gradients=sum(param.numel * param.itemsize for param in params),
         reduced=0,
         state=round(sum(p.state_bytes_per_element * p.numel + p.state_bytes_per_piece for p in params)),
-        masters=sum(param.master_itemsize * param.numel for param in params),
+        # Those from which differences are sent are ours alone.
+        masters=0 if workload.wire.parameters else sum(param.master_itemsize * param.numel for param in params),
         received=0,
     )
 

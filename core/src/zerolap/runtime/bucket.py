@@ -205,7 +205,7 @@ class Bucket:
         if isinstance(self.owners, Sections):
             place_of = {index: place for place, index in enumerate(self.places)}
             order = [place_of[param] for section in self.owners.sections for param in section.order()]
-        self.flat = FlatBuffer(self.params, order)
+        self.flat = FlatBuffer(self.params, order, block=self.common.wire.block)
         self.shard = self.marks = self.agreed = None
 
     def uninstall(self) -> None:

@@ -20,6 +20,7 @@ from zerolap.errors import ZerolapError
 from zerolap.runtime.failures import Failures
 from zerolap.runtime.gradient_memory import GradientMemory
 from zerolap.runtime.probe import IN_CHECK, Probe
+from zerolap.schedule.wire_format import Wire
 
 T = TypeVar("T")
 
@@ -45,6 +46,7 @@ class Common:
     asks_for_use: bool  # parameters may be unused, on this rank or on all
     group: dist.ProcessGroup | None  # that the lane uses; None once it was given up
     hook: Hook | None = None  # reduces, where that is somebody else's
+    wire: Wire = field(default_factory=Wire)  # in what is sent
     tracks_norm: bool = False  # of the mean gradients, as they are used
     norm_dtype: torch.dtype = torch.float32  # the most exact in which they can be added up here
     gradient_memory: GradientMemory | None = None  # where gradients are given back as soon as they were used

@@ -20,6 +20,8 @@ from zerolap.backend.parts import Parts
 from zerolap.runtime.books import Books
 from zerolap.runtime.bucket import Bucket, OwnPiece
 from zerolap.runtime.precision import Precision
+from zerolap.runtime.quantised_exchange import Masters
+from zerolap.runtime.rounding import Rounding
 from zerolap.runtime.shard_optimizer import GradSlot, Shard, stand_in_for
 from zerolap.runtime.state_pieces import strides_in_bucket
 from zerolap.schedule.balance import assign_whole
@@ -127,6 +129,7 @@ class ReduceScatter:
         self._cuts = cuts
         self.precision = precision
         self._whole: dict[int, GroupRank] = {}  # the owners of parameters that stay whole
+        self.rounding = None if precision.wire.is_exact else Rounding(books, adapter=adapter, precision=precision)
 
     def prepare_reduce(self, bucket: Bucket) -> None:
         assert self._reduce_group is not None
@@ -134,11 +137,15 @@ class ReduceScatter:
             bucket.owners = Sections(tuple(self._sections(bucket)))
         buffer = bucket.buffer
         if bucket.shard_gradients is None:
-            num_mine = sum(piece.stop - piece.start for piece in bucket.owners.owned_by(self._books.rank))
-            bucket.shard_gradients = buffer.new_empty(num_mine, dtype=self.precision.reduce_dtype or buffer.dtype)
+            num_mine = sum(map(self.precision.num_summed, bucket.owners.owned_by(self._books.rank)))
+            bucket.shard_gradients = buffer.new_empty(num_mine, dtype=self.precision.summed_as(buffer.dtype))
             if bucket.freed is not None:
                 bucket.freed.reduced_into(bucket.shard_gradients)
         into = bucket.shard_gradients
+        if self.rounding is not None and self.rounding.reduces_in is not None:
+            bucket.scale = 1.0  # it is the mean that is left
+            bucket.scatter = self.rounding.scattering(bucket, group=self._reduce_group)
+            return
         start = partial(
             self._adapter.reduce_scatter,
             into=into,
@@ -172,19 +179,25 @@ class ReduceScatter:
         assert self._group is not None
         owned = bucket.owners.owned_by(self._books.rank)
         place_of = {index: place for place, index in enumerate(bucket.places)}
-        ends = accumulate((piece.stop - piece.start for piece in owned), initial=0)
+        ends = accumulate(map(self.precision.num_summed, owned), initial=0)
         pieces = [
             OwnPiece(place_of[param], start, stop, offset)
             for (param, start, stop), offset in zip(owned, ends, strict=False)
         ]
         bucket.own = [piece for piece in pieces if piece.start < piece.stop]
         bucket.spans = self._spans(bucket)
-        bucket.shard = self._make_shard(bucket, owned, pieces) if owned else None
+        sections = [bucket.flat.positions(bounds) for bounds in _bounds_of(bucket)]
+        masters = None if self.rounding is None else self.rounding.masters_of(bucket.flat.buffer, sections)
+        bucket.shard = self._make_shard(bucket, owned, pieces, masters) if owned else None
+        if self.rounding is not None and masters is not None:
+            differences = self.rounding.differences(bucket.flat.buffer, sections, masters)
+            gathers = partial(self._gathers, bucket)
+            bucket.gather = self.rounding.gathering(bucket, differences, gathers)
+            return
         sent_as, buffer = self.precision.gather_dtype, bucket.flat.buffer
         is_rounded = sent_as not in (None, buffer.dtype)  # what is owned, too
         if not self._adapter.capabilities.futures_complete_at_enqueue and not is_rounded:
             bucket.marks = bucket.flat.mark([piece[:3] for piece in bucket.own])
-        sections = [bucket.flat.positions(bounds) for bounds in _bounds_of(bucket)]
         if not is_rounded:
             bucket.gather = partial(start_all, self._gathers(bucket, buffer, sections))
             return
@@ -221,7 +234,9 @@ class ReduceScatter:
             for number, ends in enumerate(sections)
         ]
 
-    def _make_shard(self, bucket: Bucket, owned: Sequence[Piece], pieces: Sequence[OwnPiece]) -> Shard:
+    def _make_shard(
+        self, bucket: Bucket, owned: Sequence[Piece], pieces: Sequence[OwnPiece], masters: Masters | None
+    ) -> Shard:
         assert bucket.flat is not None
         has_masters = self.precision.has_masters(bucket.flat.buffer.dtype)
         params: dict[Piece, Tensor] = {}
@@ -234,11 +249,16 @@ class ReduceScatter:
             else:
                 params[piece] = bucket.flat.piece(place, start, stop)
             memory = params[piece]
-            if has_masters:
+            if masters is not None:
+                exact = masters.of(bucket.flat.piece(place, start, stop))
+                memory = exact.as_strided(memory.shape, memory.stride())
+            elif has_masters:
                 memory = memory.to(self.precision.stepped_as(memory.dtype), copy=True)
             stand_ins[piece] = stand_in_for(param, memory=memory)
             slots.append(GradSlot(place, tuple(memory.shape), memory.stride(), offset))
         locals_ = self._books.make_locals(stand_ins, params=params if has_masters else None)
+        for local in locals_.values():
+            local.sends_differences = masters is not None
         return Shard(slots, list(stand_ins.values()), locals_)
 
     def _sections(self, bucket: Bucket) -> Iterator[Section]:
@@ -255,8 +275,8 @@ class ReduceScatter:
         spans, end = {}, 0
         assert isinstance(bucket.owners, Sections)
         for section in bucket.owners.sections:
-            begin, (first, last) = end, section.bounds()[self._books.rank : self._books.rank + 2]
-            end += last - first
+            begin = end
+            end += sum(map(self.precision.num_summed, section.owned_by(self._books.rank)))
             spans[self._books.number_of(section.order()[0])] = slice(begin, end)
         return spans
 

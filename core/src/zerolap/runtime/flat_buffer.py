@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from itertools import accumulate
+from math import lcm
 from typing import NamedTuple
 
 import torch
@@ -70,11 +71,11 @@ class FlatBuffer:
     tied ones, and drops all but one of them, or takes the whole storage along with each.
     """
 
-    def __init__(self, params: Sequence[Tensor], order: Sequence[int] | None = None) -> None:
-        """``order`` is that in which they lie in memory, by their places among ``params``."""
+    def __init__(self, params: Sequence[Tensor], order: Sequence[int] | None = None, *, block: int = 1) -> None:
+        """``order`` is that in which they lie in memory, by their places among ``params``; each begins at a multiple of ``block``."""
         self.params = params
         first = params[0] if params else torch.empty(0)  # a bucket may hold nothing of this optimizer
-        step = _ALIGNMENT_BYTES // first.element_size()
+        step = lcm(_ALIGNMENT_BYTES // first.element_size(), block)
         order = range(len(params)) if order is None else order
         padded = (-(-params[place].numel() // step) * step for place in order)
         self._padded = list(accumulate(padded, initial=0))

@@ -45,6 +45,7 @@ class LocalOptimizer:
         pieces of the parameters themselves. A provisional one never steps, and keeps masters for those that come after it."""
         self._params = params
         self.has_masters = params is not None  # from which the parameters are rounded
+        self.sends_differences = False  # the parameters get what their masters have more by the gather
         self._is_provisional = is_provisional
         self._factory = factory
         self._tensors: dict[Piece, Tensor] = {}
@@ -88,8 +89,8 @@ class LocalOptimizer:
 
     @torch.no_grad()
     def round_to_params(self) -> None:
-        """Write masters to the parameters, if there are any."""
-        if self._params is not None:
+        """Write masters to the parameters, if there are any and no gather does it."""
+        if self._params is not None and not self.sends_differences:
             foreach_copy_(self._param_list(), list(self._tensors.values()))
 
     @torch.no_grad()
