@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from support.framework_ranks import Result, check, difference, run
+from zerolap_conformance.ranks import run_ranks
 
 pytestmark = pytest.mark.integrations
 
@@ -114,3 +116,20 @@ def test_what_zerolap_does_is_logged_by_lightnings_logger(tmp_path: Path) -> Non
         assert float(row["zerolap/exposed_ms_per_update"]) >= 0
         assert float(row["zerolap/sent_mb_per_update"]) > 0
         assert float(row["zerolap/memory/state_mb"]) == pytest.approx(ours.state_bytes / 2**20, rel=0.05)
+
+
+def _others(folder: str) -> dict[str, Any]:
+    return importlib.import_module(PROGRAMS).others(folder)
+
+
+def test_names_other_packages_and_what_is_refused(tmp_path: Path) -> None:
+    both = run_ranks(2, _others, str(tmp_path), limit=300)
+    whole = 21072  # with the plain optimizer
+    for said in both:
+        held, is_folder, held_too, is_folder_too = said["by name"]
+        assert (is_folder, is_folder_too) == (0, 1)
+        for each in (held, held_too, said["by its other name"]):
+            assert 0.4 < each / whole < 0.6
+        assert "must be 'full' or 'sharded', got 'whole'" in said["unknown checkpoint"]
+        assert "ZeroLapMonitor needs an optimizer that zerolap has sharded" in said["nothing to watch"]
+        assert "they update together" in said["in turns"]

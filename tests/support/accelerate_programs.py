@@ -112,7 +112,7 @@ def train(
         said["logged"] = monitor.log(1)
     inner = [opt.optimizer for opt in opts]
     handles = [getattr(each, "handle", None) for each in inner]
-    unwrapped = nn.ModuleList([accelerator.unwrap_model(model, keep_torch_compile=False) for model in models])
+    unwrapped = nn.ModuleList([getattr(each, "_orig_mod", each) for each in map(accelerator.unwrap_model, models)])
     assert all(type(each) is nn.Sequential for each in unwrapped)
     return result_of(
         unwrapped, inner, num_updates=None if handles[0] is None else handles[0].stats().num_updates, **said

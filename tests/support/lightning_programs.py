@@ -9,7 +9,7 @@ from typing import Any
 import lightning
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
@@ -87,7 +87,7 @@ def _loader(num_samples: int = 128) -> DataLoader[Any]:
 def _callbacks(names: tuple[str, ...], folder: str) -> list[Any]:
     made: dict[str, Any] = {
         "checkpoint": lambda: ModelCheckpoint(f"{folder}/saved", filename="{epoch}", save_last=True, save_top_k=-1),
-        "ema": lambda: WeightAveraging(avg_fn=get_ema_avg_fn(0.9)),
+        "ema": lambda: lightning.pytorch.callbacks.WeightAveraging(avg_fn=get_ema_avg_fn(0.9)),  # since 2.6
         "swa": lambda: StochasticWeightAveraging(swa_lrs=1e-3, swa_epoch_start=1),
         "monitor": lambda: ZeroLapMonitor(every_n_steps=2),
     }
@@ -164,3 +164,79 @@ def all_of(folder: str, cases: dict[str, dict[str, Any]]) -> dict[str, Result | 
             results[name] = text_of(error)
             break
     return results
+
+
+def _by_name(folder: str) -> list[int]:
+    """Both names of the registry; what is held of the state, and whether the checkpoint is a folder."""
+    said = []
+    for name in ("zerolap", "zerolap_sharded"):
+        seen, model = Seen(), Regression("")
+        trainer = lightning.Trainer(
+            accelerator="cpu", devices=dist.get_world_size(), strategy=name, callbacks=[seen], max_epochs=1, logger=False,
+            enable_progress_bar=False, enable_checkpointing=False,
+        )  # fmt: skip
+        trainer.fit(model, _loader())
+        trainer.save_checkpoint(f"{folder}/{name}.ckpt")
+        said += [seen.held, int(Path(f"{folder}/{name}.ckpt").is_dir())]
+        metrics = [trainer.validate(Regression(""), _loader(32), ckpt_path=f"{folder}/{name}.ckpt", verbose=False)]
+        metrics += [trainer.test(model, _loader(32), verbose=False)]
+        assert metrics[0] == metrics[1], metrics  # of what was loaded, and of what is there
+    return said
+
+
+def _by_its_other_name() -> int:
+    """The package ``pytorch_lightning``, which is another one than ``lightning``."""
+    import pytorch_lightning
+
+    from zerolap_integrations.pytorch_lightning import ZeroLapStrategy as Strategy
+
+    class Same(pytorch_lightning.LightningModule):
+        __init__, training_step = Regression.__init__, Regression.training_step  # type: ignore[assignment]
+        configure_optimizers = Regression.configure_optimizers
+
+    class Held(pytorch_lightning.Callback):
+        on_train_end = Seen.on_train_end  # type: ignore[assignment]
+
+    held, num_ranks = Held(), dist.get_world_size()
+    trainer = pytorch_lightning.Trainer(
+        accelerator="cpu", devices=num_ranks, strategy=Strategy(), callbacks=[held], max_epochs=1, logger=False,
+        enable_progress_bar=False, enable_checkpointing=False, gradient_clip_val=0.1,
+    )  # fmt: skip
+    super_init = pytorch_lightning.LightningModule.__init__
+    model = Same.__new__(Same)
+    super_init(model)
+    model.layers = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8))
+    model.kind = ""
+    trainer.fit(model, _loader())
+    return held.held
+
+
+class InTurns(Regression):
+    """Two optimizers that update after backwards of their own, as a generator and a discriminator do."""
+
+    def __init__(self) -> None:
+        super().__init__("several")
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for each in self.optimizers():
+            each.zero_grad()
+            self.manual_backward(nn.functional.mse_loss(self.layers(batch[0]), batch[1]))
+            each.step()
+
+
+def others(folder: str) -> dict[str, Any]:
+    as_torchrun()
+    said: dict[str, Any] = {"by name": _by_name(folder), "by its other name": _by_its_other_name()}
+    for name, make in {
+        "in turns": lambda: lightning.Trainer(
+            accelerator="cpu", devices=dist.get_world_size(), strategy=ZeroLapStrategy(), logger=False, max_epochs=1,
+            enable_progress_bar=False, enable_checkpointing=False,
+        ).fit(InTurns(), _loader()),
+        "unknown checkpoint": lambda: ZeroLapStrategy(checkpoint="whole"),  # type: ignore[arg-type]
+        "nothing to watch": lambda: fit(f"{folder}/watch", line=False, callbacks=("monitor",)),
+    }.items():  # fmt: skip
+        try:
+            make()
+        except Exception as error:
+            said[name] = text_of(error)
+    return said

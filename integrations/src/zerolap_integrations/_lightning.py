@@ -122,16 +122,18 @@ class ShardingStrategy(Unknown):
         step = checkpoint["global_step"]
         zerolap.checkpoint.save(path, self.lightning_module, sharded, step=step, extra=extra, keep=1, overwrite=True)
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
+    def load_checkpoint(self, checkpoint_path: Any, **options: Any) -> Any:
         path = Path(self.broadcast(checkpoint_path))
         self._has_loaded = path.is_dir()
         if not self._has_loaded:
-            return super().load_checkpoint(checkpoint_path, weights_only)
+            return super().load_checkpoint(checkpoint_path, **options)
         module = self.lightning_module
-        loaded = zerolap.checkpoint.load(path, module, self._sharded() or None, strict=module.strict_loading)
+        # The optimizers of the last fit are still here; to evaluate, whatever model it is, they are not asked.
+        optimizers = self._sharded() if module.trainer.state.fn == "fit" else []
+        loaded = zerolap.checkpoint.load(path, module, optimizers or None, strict=module.strict_loading)
         buffer = io.BytesIO(loaded.extra.numpy().tobytes())
-        # With weights_only=None torch decides, as it does for Lightning's own checkpoints.
-        rest = torch.load(buffer, map_location="cpu", weights_only=weights_only)
+        # Where Lightning says nothing torch decides, as it does for Lightning's own checkpoints.
+        rest = torch.load(buffer, map_location="cpu", weights_only=options.get("weights_only"))
         return {"state_dict": module.state_dict(), "optimizer_states": [], **rest}
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
