@@ -27,6 +27,7 @@ from zerolap._torch.ddp_buckets import hides_unused_buckets as hides_unused_buck
 from zerolap._torch.ddp_buckets import own_caps_of as own_caps_of
 from zerolap._torch.ddp_buckets import rebucket as rebucket
 from zerolap._torch.lookup import reader, text, used, variable, writer
+from zerolap.errors import ZerolapError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Backend as Backend
@@ -53,9 +54,31 @@ unscale_and_find_nonfinite_: Callable[[Sequence[Tensor], Tensor, Tensor], None] 
 )
 version_of: Callable[[Tensor], int] = reader("torch.Tensor._version")
 make_wrapper_subclass: Callable[..., Any] = used("torch.Tensor._make_wrapper_subclass")
+no_torch_function: Any = used(
+    "torch._C._disabled_torch_function_impl"
+)  # of a class whose operators torch dispatches only
+schema_of: Callable[[Any], Any] = reader("torch._ops.OpOverload._schema")
+tree_map_only: Callable[..., Any] = used("torch.utils._pytree.tree_map_only")
+# The operators themselves, as they are dispatched.
+FOREACH_NORM: Any = used("torch.ops.aten._foreach_norm.Scalar")
+FOREACH_ZERO: Any = used("torch.ops.aten._foreach_zero_.default")
+UNSCALE: Any = used("torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default")
 is_traceable_wrapper_subclass: Callable[[object], bool] = used(
     "torch.utils._python_dispatch.is_traceable_wrapper_subclass"
 )
+
+_FOREACH_TYPES = "torch.utils._foreach_utils._foreach_supported_types"
+
+
+def take_for_foreach(kind: type[Tensor]) -> None:
+    """Let torch's clipping treat many tensors of this class by one call; where it cannot be told, it treats them one by one."""
+    try:
+        known = variable(_FOREACH_TYPES)()
+    except ZerolapError:
+        return
+    if kind not in known:
+        known.append(kind)
+
 
 # --- backward ---------------------------------------------------------------------------------------------------------
 

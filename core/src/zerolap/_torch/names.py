@@ -6,34 +6,8 @@ seam hands out nothing that has no row here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import Enum
-
-
-class Kind(Enum):
-    """How a name is used."""
-
-    USED = "used"  # called or read, by the seam alone
-    OVERRIDDEN = "defined by zerolap"  # torch calls or reads ours
-    RECENT = "public, but not in all versions"  # the seam has something else where it is missing
-    NOT_ALL = "not in all versions"  # used where it is there; the seam has something else where it is missing
-    IN_FILES = "known by its spelling"  # torch writes it to files, which are read without importing it
-
-
-@dataclass(frozen=True, slots=True)
-class PrivateName:
-    """A name of torch that no version of it promises to keep."""
-
-    path: str
-    why: str
-    without: str
-    kind: Kind = Kind.USED
-    written_in: str | None = None  # torch's file that has it, where it is no attribute of what its path names
-
-    @property
-    def attribute(self) -> str:
-        return self.path.rpartition(".")[2]
-
+from zerolap._torch.private_name import Kind as Kind
+from zerolap._torch.private_name import PrivateName as PrivateName
 
 _C10D = "torch._C._distributed_c10d"
 _GROUP = "torch.distributed.ProcessGroup"
@@ -44,6 +18,7 @@ _LAZY = 'gather="lazy" and the search for late reads do not work'
 _NO_OWN_GROUP = "an adapter cannot open a group of its own, so nothing overlaps"
 _AUTO = 'schedule="auto" keeps the bucket size that DDP was made with'
 _SHARDED = "attach() refuses shard_gradients=True"
+_NO_GRAD_TENSOR = 'with schedule="on_step" nothing can be trained'
 
 _TENSORS = (
     PrivateName(
@@ -64,6 +39,28 @@ _TENSORS = (
         "torch.Tensor._make_wrapper_subclass",
         "makes a tensor without memory, of which a rank holds some ranges",
         "optimizer state cannot be given to torch.distributed.checkpoint",
+    ),
+    PrivateName(
+        "torch._C._disabled_torch_function_impl",
+        "sends operators of a gradient in .grad straight to where they are done",
+        _NO_GRAD_TENSOR,
+    ),
+    PrivateName("torch._ops.OpOverload._schema", "tells whether an operator writes, or returns views", _NO_GRAD_TENSOR),
+    PrivateName(
+        "torch.utils._pytree.tree_map_only", "finds gradients among the arguments of operators", _NO_GRAD_TENSOR
+    ),
+    PrivateName("torch.ops.aten._foreach_norm.Scalar", "is the operator by which torch clips", _NO_GRAD_TENSOR),
+    PrivateName("torch.ops.aten._foreach_zero_.default", "is the operator by which optimizers clear", _NO_GRAD_TENSOR),
+    PrivateName(
+        "torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default",
+        "is the operator by which a GradScaler unscales",
+        _NO_GRAD_TENSOR,
+    ),
+    PrivateName(
+        "torch.utils._foreach_utils._foreach_supported_types",
+        "lists the classes that torch clips by one call",
+        "torch clips gradients one by one",
+        kind=Kind.NOT_ALL,
     ),
     PrivateName(
         "torch.utils._python_dispatch.is_traceable_wrapper_subclass",

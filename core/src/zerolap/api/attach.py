@@ -26,7 +26,8 @@ from zerolap.api.preflight import called_together, several, unwrapped
 from zerolap.api.tuner import Tuner, compiled_parts
 from zerolap.backend.base import Adapter
 from zerolap.runtime.books import Books
-from zerolap.runtime.engine import DDPHook, Engine
+from zerolap.runtime.ddp_hook import DDPHook
+from zerolap.runtime.engine import Engine
 from zerolap.runtime.exchange_strategies import ReduceScatter
 from zerolap.runtime.optimizer_facts import Factory, exact_cuts, fused_is_same, is_elementwise
 from zerolap.runtime.param_groups import options_of, params_of
@@ -83,7 +84,7 @@ def attach(
         wire: ``"int8"``, ``"fp8"`` or ``"bf16"``: gradients are rounded to that once when they are sent, and of parameters the difference is
             sent that is left of exact values in the shards. Less is sent, and numbers are not those of DDP. ``zerolap.Wire`` says it by direction.
         shard_gradients: ZeRO stage 2. The memory of whole gradients is freed bucket by bucket, as soon as they are reduced, and that of this
-            rank's part of their mean once it was used; ``.grad`` is None after backward. Needs a DDP without ``gradient_as_bucket_view``.
+            rank's part of their mean once it was used; functions of ``.grad`` need ``on_step``. Needs a DDP without ``gradient_as_bucket_view``.
         track_grad_norm: Add up the norm of the mean gradients while they are used, for ``handle.grad_norm()``: a pass over them more.
         audit_every: Compare checksums of all parameters and options between ranks after this many updates; a difference raises.
         nonfinite: What becomes of an update whose mean gradients have NaN or infinities. ``"ignore"``: it is made. ``"raise"``: all ranks

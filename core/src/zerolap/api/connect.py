@@ -30,9 +30,9 @@ from zerolap.backend.base import Adapter
 from zerolap.backend.order_check import debug_modes, with_checked_order
 from zerolap.backend.registry import resolve_adapter
 from zerolap.runtime.books import Books
-from zerolap.runtime.bucket import Update
 from zerolap.runtime.common import Common, Hook
-from zerolap.runtime.engine import DDPHook, Engine, agreement_of
+from zerolap.runtime.ddp_hook import DDPHook, agreement_of
+from zerolap.runtime.engine import Engine
 from zerolap.runtime.exchange_strategies import ExchangeStrategy
 from zerolap.runtime.failures import Failures
 from zerolap.runtime.gradient_memory import GradientMemory
@@ -40,6 +40,7 @@ from zerolap.runtime.optimizer_description import compare_between_ranks
 from zerolap.runtime.optimizer_facts import refuse_immovable
 from zerolap.runtime.peers import all_gather_json, forget_keys, refuse_together
 from zerolap.runtime.probe import Probe
+from zerolap.runtime.update import Update
 from zerolap.schedule.machine import Agreement, Gather, Machine, Schedule
 
 T = TypeVar("T")
@@ -206,7 +207,12 @@ def shard_gradients_of(ddp: DistributedDataParallel, undo: ExitStack) -> None:
     """Let DDP begin with buckets of their final size, which it neither reads nor copies anything from, until ``undo`` is closed."""
     cap, first_cap = bucket_caps_of(ddp)
     rebucket(ddp, cap=cap, first_cap=first_cap, is_freed=True)
-    undo.callback(rebucket, ddp, cap=cap, first_cap=first_cap)
+    undo.callback(_rebucket, weakref.ref(ddp), cap, first_cap)
+
+
+def _rebucket(found: weakref.ref[DistributedDataParallel], cap: int, first_cap: int) -> None:
+    if (ddp := found()) is not None:  # which has what undoes this
+        rebucket(ddp, cap=cap, first_cap=first_cap)
 
 
 def _check_unused(ddp: DistributedDataParallel, zeros: Sequence[ZeroRedundancyOptimizer]) -> None:

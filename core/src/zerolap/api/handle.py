@@ -18,6 +18,7 @@ from zerolap.observe.stats import Stats
 from zerolap.observe.trace import take
 from zerolap.runtime.bucket import Bucket
 from zerolap.runtime.engine import Engine
+from zerolap.runtime.grad_tensor import MeanGradient
 from zerolap.runtime.safety import Audit, NonFiniteCheck
 from zerolap.runtime.wrapped_tensors import num_bytes_of
 from zerolap.schedule.balance import Balance, Load
@@ -189,7 +190,8 @@ def _whole_gradient_bytes(bucket: Bucket) -> int:
     """Of a bucket's gradients that every rank has: DDP's own memory, and gradients that are not views of it."""
     is_there = bucket.freed is None or bucket.freed.whole.is_there
     ours = bucket.buffer.untyped_storage().data_ptr()
-    own = (param.grad for param in bucket.params if param.grad is not None)
+    grads = (param.grad for param in bucket.params)
+    own = (grad for grad in grads if grad is not None and not isinstance(grad, MeanGradient))
     beside = sum(grad.nbytes for grad in own if grad.untyped_storage().data_ptr() != ours)
     return beside + (bucket.buffer.nbytes if is_there else 0)
 

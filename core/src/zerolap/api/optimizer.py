@@ -22,6 +22,7 @@ from zerolap.api.modes import WithModes
 from zerolap.api.preflight import called_together, meeting_group
 from zerolap.errors import forked
 from zerolap.runtime import optimizer_state
+from zerolap.runtime.grad_tensor import MeanGradient
 from zerolap.runtime.optimizer_description import compare_between_ranks
 from zerolap.runtime.optimizer_facts import Factory
 from zerolap.runtime.param_broadcast import ParamBroadcast
@@ -197,14 +198,15 @@ class ZeroRedundancyOptimizer(WithModes, Optimizer, Joinable):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all parameters; unlike torch's own it waits for no parameter that is on its way."""
-        if self._engine is not None and self._engine.common.gradient_memory is not None:
+        is_freed = self._engine is not None and self._engine.common.gradient_memory is not None
+        if self._engine is not None and is_freed:
             self._engine.gradients.of(self._number).drop()
         kept: list[Tensor] = []
         for group in self.param_groups:
             # Not params_of(): this runs at every step, beside the updates, and a call of another module for each group would show.
             for param in dict.__getitem__(group, "params"):
                 grad = param.grad
-                if grad is None or set_to_none:
+                if grad is None or set_to_none or (is_freed and isinstance(grad, MeanGradient)):
                     param.grad = None
                     continue
                 if grad.grad_fn is None:
@@ -306,10 +308,8 @@ class ZeroRedundancyOptimizer(WithModes, Optimizer, Joinable):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """torch.amp.GradScaler asks this before it steps an optimizer."""
-        if not self._overlap_with_ddp:
-            return False
-        if not self._reduced_gradients("scaling losses").is_unscaled:
-            raise RuntimeError("a torch.amp.GradScaler sees unreduced gradients only; use zerolap.GradScaler instead")
+        if self._overlap_with_ddp:
+            self._reduced_gradients("scaling losses")  # which raises where they were used inside backward
         return False
 
     def _resume_from(self, options: Sequence[Options], states: Mapping[Piece, State]) -> None:

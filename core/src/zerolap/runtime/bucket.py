@@ -20,107 +20,12 @@ from torch.autograd.graph import increment_version
 from zerolap._torch import GradBucket, is_profiling
 from zerolap.backend.lanes import Pending, Waiter
 from zerolap.errors import CollectiveError, ZerolapError, forked
-from zerolap.runtime.books import Books
 from zerolap.runtime.common import Common
 from zerolap.runtime.flat_buffer import FlatBuffer, Marks, Sealed
 from zerolap.runtime.gradient_memory import FreedGradients
-from zerolap.runtime.param_groups import NOT_OPTIONS, Options
-from zerolap.runtime.shard_optimizer import LocalOptimizer, Shard, ShardBook
+from zerolap.runtime.shard_optimizer import Shard
+from zerolap.runtime.update import Update
 from zerolap.schedule.ownership import BucketOwners, Sections, Slot
-
-
-class OptimizerUpdate:
-    """What the buckets of one update share of one optimizer. Each sees the same options, even if the optimizer changes them in its step."""
-
-    def __init__(self, book: ShardBook) -> None:
-        self._book = book
-        self.options: list[Options] | None = None  # None until the update begins
-        self.divisor: Tensor | None = None  # of the gradients, where the optimizer applies it
-        self.last: LocalOptimizer | None = None  # that was stepped, in this update or an earlier one
-        self.is_left_out = False  # of this update, which is only of other optimizers
-        self._has_stepped = False
-
-    def begin(self) -> None:
-        """Take the options as they are now; before the first step."""
-        self.options = [
-            {key: value for key, value in dict.items(group) if key not in NOT_OPTIONS}
-            for group in self._book.read_groups()
-        ]
-
-    def step(self, local: LocalOptimizer) -> None:
-        """Step one shard's optimizer with the options of this update."""
-        if self.is_left_out:
-            return
-        assert self.options is not None, "an update is begun before its first step"
-        for mine, given in zip(local.optimizer.param_groups, self.options, strict=True):
-            mine.update(given)
-        pre_hooks, post_hooks = local.own_hooks
-        if self.divisor is None and not (pre_hooks or post_hooks or local.has_masters):
-            local.bare_step()
-        else:
-            local.step(self.divisor)
-        self.last, self._has_stepped = local, True
-
-    def finish(self) -> None:
-        """Show in the exposed groups what the optimizer itself has changed or added, as a plain one does."""
-        if not self._has_stepped:
-            self.step(self._book.locals[0])  # nothing here is ours: step over nothing, so that counters go on
-        if self._has_stepped:
-            assert self.options is not None
-            assert self.last is not None
-            stepped = self.last.optimizer.param_groups
-            for exposed, before, after in zip(self._book.read_groups(), self.options, stepped, strict=True):
-                exposed.update(
-                    (key, value)
-                    for key, value in after.items()
-                    if key not in NOT_OPTIONS and before.get(key, self) is not value
-                )
-        self.options = self.divisor = None
-        self._has_stepped = self.is_left_out = False
-
-
-class Update:
-    """What the buckets of one update share."""
-
-    def __init__(self, books: Books) -> None:
-        self.of = [OptimizerUpdate(book) for book in books.books]  # by optimizer
-        self.check: Callable[[], None] | None = None  # called before the first bucket is stepped, on all ranks
-        self.norms: list[Tensor] = []  # of the mean gradients that were used, shard by shard, if they are tracked
-        self._has_begun = False
-
-    def forget(self) -> None:
-        """What was begun for an update that is not made."""
-        for each in self.of:
-            each.options = each.divisor = None
-
-    def leave_out(self, left_out: Sequence[bool]) -> None:
-        """Which optimizers do not step in this update."""
-        for each, is_left_out in zip(self.of, left_out, strict=True):
-            each.is_left_out = is_left_out
-
-    def begin(self) -> None:
-        """Before the first bucket of an update is stepped."""
-        if self._has_begun:
-            return
-        if self.check is not None:
-            self.check()
-        self._has_begun = True
-        self.norms = []
-        for each in self.of:
-            if each.options is None:
-                each.begin()
-
-    def step(self, shard: Shard) -> None:
-        """Step one bucket's shard."""
-        for number, local in shard.locals.items():
-            self.of[number].step(local)
-
-    def finish(self) -> None:
-        """All buckets were stepped."""
-        self.begin()  # if there was none
-        for each in self.of:
-            each.finish()
-        self._has_begun = False
 
 
 class OwnPiece(NamedTuple):
@@ -169,6 +74,8 @@ class Bucket:
     reduced: Tensor | None = None  # the means, once they are there, until the next backward
     gradients: Tensor | None = None  # what DDP shall take: the means, or where an element's owner alone has it, its own
     freed: FreedGradients | None = None  # what is freed of all of these, if anything is
+    carried: Tensor | None = None  # what earlier backwards have left, which the means are added to
+    wanted: list[bool | None] | None = None  # by parameter: whether step() was given a gradient, or as ranks agree
     _reduction: Waiter[Tensor] | Pending | None = None
 
     # Of the update, once installed: by the lane.
@@ -214,7 +121,7 @@ class Bucket:
 
     def release(self) -> None:
         """Let go of what belongs to groups and gradients."""
-        self.scatter = self.gather = self._reduction = self.reduced = self.gradients = None
+        self.scatter = self.gather = self._reduction = self.reduced = self.gradients = self.carried = None
         self.forget_gather()
 
     # --- 1, 2: the reduction ------------------------------------------------------------------------------------------
@@ -259,6 +166,9 @@ class Bucket:
                 self.reduced = self.shard_gradients
                 if self.scale != 1:
                     self.reduced.mul_(self.scale)
+                if self.carried is not None:
+                    self.reduced.add_(self.carried)
+                    self.carried = None
                 if self.freed is not None:
                     self.gradients, self.reduced = None, self.freed.reduced(self.reduced, reduction)
         except Exception as error:
@@ -295,8 +205,9 @@ class Bucket:
         start = perf_counter()
         if self.freed is not None:
             self.freed.before_step()
-        if self.reduced is not shard.grads_of or self.agreed is not None or shard.used is not None:
-            shard.set_grads(self.reduced, self.agreed)
+        used = _used_now(self) if self.wanted is not None else self.agreed
+        if self.reduced is not shard.grads_of or used is not None or shard.used is not None:
+            shard.set_grads(self.reduced, used)
         if common.tracks_norm:
             update.norms.append(torch.linalg.vector_norm(self.reduced, dtype=common.norm_dtype))
         update.step(shard)
@@ -380,6 +291,14 @@ class Bucket:
         """Everybody has waited for it."""
         self.common.in_flight.pop(self.index, None)  # first: once it is None the lane may start the next one
         self.gathering = None
+
+
+def _used_now(bucket: Bucket) -> list[bool] | None:
+    """Which parameters this update uses, where some gradients were removed or set before step()."""
+    agreed, wanted = bucket.agreed or [True] * len(bucket.params), bucket.wanted or ()
+    used = [by_ranks if by_user is None else by_user for by_ranks, by_user in zip(agreed, wanted, strict=True)]
+    bucket.wanted = None
+    return None if all(used) else used
 
 
 def _refuse_early_writes(bucket: Bucket) -> None:

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
@@ -25,16 +24,19 @@ from zerolap._torch import GradBucket, current_graph_task_id, is_profiling, join
 from zerolap.backend.lanes import Pending, forget_frames
 from zerolap.errors import CollectiveError, IllegalEventError, ZerolapError
 from zerolap.runtime.books import Books, StepCalls
-from zerolap.runtime.bucket import Bucket, Update
+from zerolap.runtime.bucket import Bucket
 from zerolap.runtime.checks import BackwardEnd, Rereads, Thawed, refuse_join
 from zerolap.runtime.common import Common, Observer
+from zerolap.runtime.ddp_hook import agreement_of
 from zerolap.runtime.exchange_strategies import ExchangeStrategy
 from zerolap.runtime.gradient_memory import GradientMemory
 from zerolap.runtime.migration import migrate
 from zerolap.runtime.probe import IN_STEP, MOST_UPDATES, Times
 from zerolap.runtime.recording import Recording
 from zerolap.runtime.reduced_gradients import ReducedGradients
-from zerolap.schedule.machine import AT_ONCE, Action, Agreement, Gather, Machine, Phase, Schedule, Verb
+from zerolap.runtime.shown_gradients import ShownGradients
+from zerolap.runtime.update import Update
+from zerolap.schedule.machine import AT_ONCE, Action, Gather, Machine, Phase, Schedule, Verb
 from zerolap.schedule.ownership import early_buckets
 
 
@@ -65,7 +67,10 @@ class Engine:
         self._ddp = weakref.ref(ddp)
         self._agreement = agreement_of(ddp)
         self._on_update = on_update
-        self._end = BackwardEnd(common, machine)
+        self.shown = ShownGradients(books, ddp=ddp, common=common, update=update)
+        me = weakref.ref(self)
+        self.shown.on_nonfinite = lambda: None if (engine := me()) is None else _leave_out_nonfinite(engine)
+        self._end = BackwardEnd(common, machine, self.shown)
         self._thawed = Thawed()
         self._rereads = Rereads(ddp.module, common=common, machine=machine)
 
@@ -74,7 +79,9 @@ class Engine:
         self.at_hand: list[Bucket] = []  # the buckets of this backward: filled by backward's thread, used by the lane
         self.installed: list[Bucket] = []  # by the lane
         self.bucket_of: dict[Tensor, Bucket] = {}  # by the lane; for whoever uses a parameter
-        self.gradients = ReducedGradients(books, common=common, update=update, machine=machine, buckets=self.at_hand)
+        self.gradients = ReducedGradients(
+            books, common=common, update=update, machine=machine, buckets=self.at_hand, shown=self.shown
+        )
         self._calls = StepCalls(books.num_optimizers)
         self._end_later = weakref.finalize(self, _let_end, common.in_flight, common.group)
         self._end_later.atexit = False
@@ -122,9 +129,15 @@ class Engine:
         try:
             if machine.phase is not Phase.REDUCED:
                 machine.step_called()
-            self._end.gradients.refuse_changes(machine.schedule, number, self.books.num_optimizers)
+            if machine.schedule is not Schedule.ON_STEP:
+                self._end.gradients.refuse_changes(number, self.books.num_optimizers)
             if machine.phase is Phase.REDUCED:
-                self._note_step(number, is_left_out=self.gradients.of(number).are_dropped)
+                is_dropped = self.gradients.of(number).are_dropped
+                if is_dropped:
+                    self.shown.refuse_late(number)
+                else:
+                    self.shown.take(number, is_step=True)
+                self._note_step(number, is_left_out=is_dropped)
         except IllegalEventError as error:
             self._fail(error, "step() after a backward that did not finish")
             self.common.raise_failure()
@@ -139,6 +152,7 @@ class Engine:
             self._calls[number] = is_left_out
             self.update.of[number].begin()  # with its options as they are now
         if not self._calls.are_all:
+            _leave_out_nonfinite(self)
             return
         left_out = self._calls.take()
         if all(left_out) or not all(each.may_update() for each in self.observers):
@@ -181,6 +195,7 @@ class Engine:
             bucket.release()
         self.at_hand.clear()
         self._rereads.end()
+        self.shown.clear()
         self.strategy.close()
         self.observers.clear()
         self.common.group = self.update.check = None
@@ -197,6 +212,7 @@ class Engine:
         if self._calls:
             self._calls.refuse_some()
         self.at_hand.clear()  # of what a step() that was left out has left behind
+        self.shown.nonfinite.clear()
         self.update.forget()  # and of that
         probe = self.probe
         probe.num_backwards += 1
@@ -224,6 +240,7 @@ class Engine:
                     self.probe.trace.mark("ready", index)
                 if bucket.scatter is None and self.common.hook is None:
                     self.strategy.prepare_reduce(bucket)
+                self.shown.before_reduce(bucket, is_joined=current_graph_task_id() == -1)
                 bucket.start_reduce(given, self.default_state if state is None else state)
             elif verb is Verb.RECORD:
                 if index == 0:
@@ -273,19 +290,28 @@ class Engine:
             return _for_views(bucket, self.common.gradient_memory)
         return bucket.buffer if gradients is None else gradients
 
-    def _finish_gathers(self) -> None:
-        for bucket in self.installed:
-            bucket.wait(is_lane=True)
-            if bucket.gathering is not None:
-                bucket.forget_gather()  # whoever waits for the lane has waited for it
 
-    def _finish_update(self) -> None:
-        self.update.finish()
-        while self.at_hand:
-            self.at_hand.pop().reduced = None  # which may be memory of a hook's own
-        self.probe.num_updates += 1
-        for note in filter(None, (each() for each in self._on_update)):  # of optimizers that are alive
-            note()
+def _finish_gathers(engine: Engine) -> None:
+    for bucket in engine.installed:
+        bucket.wait(is_lane=True)
+        if bucket.gathering is not None:
+            bucket.forget_gather()  # whoever waits for the lane has waited for it
+
+
+def _finish_update(engine: Engine) -> None:
+    engine.update.finish()
+    while engine.at_hand:
+        engine.at_hand.pop().reduced = None  # which may be memory of a hook's own
+    engine.probe.num_updates += 1
+    for note in filter(None, (each() for each in engine._on_update)):  # of optimizers that are alive
+        note()
+
+
+def _leave_out_nonfinite(engine: Engine) -> None:
+    """A loss scaler calls no step() of an optimizer whose gradients are not finite: others shall not wait for that."""
+    missing = [number for number in range(engine.books.num_optimizers) if number not in engine._calls]
+    if engine._calls and missing and engine.shown.nonfinite.issuperset(missing):
+        engine._note_step(missing[0], is_left_out=True)  # and then the next one
 
 
 def _limit_memory(engine: Engine, bucket: Bucket) -> None:
@@ -299,8 +325,7 @@ def _limit_memory(engine: Engine, bucket: Bucket) -> None:
 
 
 def _migrate(engine: Engine) -> None:
-    engine._finish_gathers()
-    left = [each for each in engine.installed if each.freed and each.freed.is_unused and each not in engine.at_hand]
+    _finish_gathers(engine)
     for bucket in engine.installed:
         bucket.uninstall()
     engine.installed[:] = engine.at_hand
@@ -308,8 +333,7 @@ def _migrate(engine: Engine) -> None:
     migrate(engine.books, engine.installed, common=engine.common, strategy=engine.strategy, older=older)
     engine.bucket_of.clear()
     engine.bucket_of.update((param, bucket) for bucket in engine.installed for param in bucket.params)
-    if left:
-        engine.gradients.carry_over(left, engine.bucket_of)
+    engine.gradients.carry_over(engine.bucket_of)
 
 
 # Every verb that is not done at once: of a bucket, or of all of them.
@@ -319,8 +343,8 @@ _DO: dict[Verb, Callable[[Any], None]] = {
     Verb.AGREE: Bucket.agree,
     Verb.STEP: Bucket.step,
     Verb.GATHER: Bucket.start_gather,
-    Verb.WAIT: Engine._finish_gathers,
-    Verb.FINISH: Engine._finish_update,
+    Verb.WAIT: _finish_gathers,
+    Verb.FINISH: _finish_update,
 }
 
 
@@ -349,42 +373,6 @@ def _for_views(bucket: Bucket, memory: GradientMemory) -> Tensor:
     if bucket.common.failures.first is not None:
         memory.failed()
     return memory.readable(bucket.buffer) if bucket.flat is None else bucket.flat.buffer
-
-
-class DDPHook:
-    """What DDP calls for every bucket. It takes one for its whole life, so this one can be switched off: then it averages as DDP does.
-
-    A copy of DDP, or one from a file, has one that is off.
-    """
-
-    def __init__(self, group: Any = None, name: str = "zerolap") -> None:
-        self._group = group
-        self.__name__ = self.__qualname__ = name  # DDP notes it
-        self.engine: Engine | None = None
-        # Optimizers keep the engine, and not the other way round; who has the hook may have dropped the optimizers themselves.
-        self.optimizers: object = None
-
-    def __call__(self, state: object, bucket: GradBucket) -> Future[Tensor]:
-        if self.engine is None:
-            return allreduce_hook(self._group, bucket)
-        return self.engine.on_bucket(state, bucket)
-
-    def turn_off(self) -> None:
-        self.engine = self.optimizers = None
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        return (DDPHook, ())
-
-
-# DDP compares annotations, and in this file they are strings.
-vars(DDPHook)["__call__"].__annotations__ = {"bucket": GradBucket, "return": Future[Tensor]}
-
-
-def agreement_of(ddp: DistributedDataParallel) -> Agreement:
-    """How often ranks must agree on which parameters were used."""
-    if ddp.static_graph:
-        return Agreement.PER_LAYOUT
-    return Agreement.ALWAYS if ddp.find_unused_parameters else Agreement.NEVER
 
 
 def _let_end(in_flight: dict[int, Pending], group: dist.ProcessGroup) -> None:

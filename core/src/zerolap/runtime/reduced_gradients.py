@@ -16,9 +16,11 @@ from torch import Tensor
 
 from zerolap._torch import unscale_and_find_nonfinite_
 from zerolap.runtime.books import Books
-from zerolap.runtime.bucket import Bucket, Update
+from zerolap.runtime.bucket import Bucket
 from zerolap.runtime.common import Common
+from zerolap.runtime.shown_gradients import ShownGradients
 from zerolap.runtime.state_pieces import strides_in_bucket
+from zerolap.runtime.update import Update
 from zerolap.schedule.machine import Machine, Phase, Schedule
 
 SEARCH = "search for gradients that are not finite"
@@ -36,6 +38,7 @@ class ReducedGradients:
         update: Update,
         machine: Machine,
         buckets: Sequence[Bucket],
+        shown: ShownGradients,
         number: int | None = None,
     ) -> None:
         """Those of all optimizers, or only of the one with this number."""
@@ -44,11 +47,14 @@ class ReducedGradients:
         self._update = update
         self._machine = machine
         self._buckets = buckets
+        self._shown = shown
         self._numbers = range(books.num_optimizers) if number is None else [number]
         self._own: list[ReducedGradients] = []
         if number is None and books.num_optimizers > 1:
             self._own = [
-                ReducedGradients(books, common=common, update=update, machine=machine, buckets=buckets, number=each)
+                ReducedGradients(
+                    books, common=common, update=update, machine=machine, buckets=buckets, shown=shown, number=each
+                )
                 for each in self._numbers
             ]
         self.unscaled_backward = -1  # the number of the backward whose gradients a GradScaler has unscaled
@@ -79,6 +85,7 @@ class ReducedGradients:
             assert bucket.freed is not None
             bucket.freed.used()
             bucket.reduced = None
+        self._shown.used()
 
     def usable_for(self, purpose: str) -> ReducedGradients:
         """Itself, if gradients can still be changed between backward and step()."""
@@ -94,6 +101,8 @@ class ReducedGradients:
         self._common.raise_if_failed()
         if self._machine.phase is not Phase.REDUCED:
             raise RuntimeError("there are no reduced gradients: call this between backward() and step()")
+        self._shown.take()
+        self._shown.note_change()  # whoever asks may write to them
         return self._shards_at_hand()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
@@ -144,17 +153,14 @@ class ReducedGradients:
             whole = whole / divisor
         return whole.as_strided(param.shape, strides_in_bucket(param))
 
-    def carry_over(self, old: Sequence[Bucket], new: Mapping[Tensor, Bucket]) -> None:
+    def carry_over(self, new: Mapping[Tensor, Bucket]) -> None:
         """Add what earlier backwards have left for the next update to the buckets of another layout. A collective, on the lane."""
-        for bucket in old:
-            memory = None if bucket.freed is None else bucket.freed.unused
-            for place, param in enumerate(bucket.params):
-                whole = gather_gradient(bucket, place, memory=memory)
-                whole = self._common.over_all_ranks(whole, dist.ReduceOp.SUM, "moving accumulated gradients")
-                to = new[param]
-                for piece in to.own:
-                    if to.params[piece.place] is param and to.reduced is not None:
-                        piece.view_of(to.reduced).add_(whole[piece.start : piece.stop])
+        for param, part in self._shown.left.items():
+            whole = self._common.over_all_ranks(part.flat(), dist.ReduceOp.SUM, "moving accumulated gradients")
+            to = new[param]
+            for piece in to.own:
+                if to.params[piece.place] is param and to.reduced is not None:
+                    piece.view_of(to.reduced).add_(whole[piece.start : piece.stop])
 
     def _with_divisors(self) -> list[tuple[Tensor, Tensor | None]]:
         """The gradients, with what each optimizer will divide its own by."""
