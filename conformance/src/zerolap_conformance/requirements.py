@@ -77,11 +77,17 @@ def all_requirements() -> dict[str, Requirement]:
         collectives,
         collectives_in_flight,
         device,
+        facts,
+        in_use,
         lanes,
+        lanes_in_use,
         overlap,
+        overlap_apart,
         overlap_rounded,
         performance,
+        sides_in_use,
         stress,
+        values,
     )
 
     return dict(sorted(_ALL.items(), key=lambda item: item[1].tier))

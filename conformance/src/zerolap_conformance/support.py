@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -40,20 +41,28 @@ def expect(seen: object, expected: object, what: str) -> None:
 
 
 def expect_equal(seen: Tensor, expected: Tensor, what: str) -> None:
-    """Bitwise."""
+    """Bitwise: -0.0 is not 0.0, and a NaN is equal to itself."""
     seen, expected = seen.detach().cpu(), expected.detach().cpu()
-    if seen.shape == expected.shape and seen.dtype == expected.dtype and torch.equal(seen, expected):
-        return
     if seen.shape != expected.shape or seen.dtype != expected.dtype:
         raise AssertionError(
             f"{what}: expected {expected.dtype} of shape {tuple(expected.shape)}, seen {seen.dtype} of {tuple(seen.shape)}"
         )
-    wrong = (seen != expected).nonzero().flatten().tolist()
-    place = wrong[0]
+    wrong = (bits_of(seen) != bits_of(expected)).flatten()
+    if not wrong.any():
+        return
+    place = int(wrong.nonzero()[0])
     raise AssertionError(
-        f"{what}: {len(wrong)} of {seen.numel()} elements differ; at {place} expected {expected.flatten()[place].item()!r}, "
-        f"seen {seen.flatten()[place].item()!r}"
+        f"{what}: {int(wrong.sum())} of {seen.numel()} elements differ; at {place} expected "
+        f"{expected.flatten()[place].item()!r}, seen {seen.flatten()[place].item()!r}"
     )
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def bits_of(tensor: Tensor) -> Tensor:
+    """The same memory as whole numbers."""
+    return tensor.contiguous().view(_BITS[tensor.element_size()]) if tensor.is_floating_point() else tensor
 
 
 def expect_close(seen: Tensor, expected: Tensor, what: str, *, tolerance: float) -> None:
@@ -101,6 +110,22 @@ def _product(device: torch.device) -> tuple[Tensor, float]:
         size *= 2
 
 
+ELSEWHERE_SECONDS = 100
+
+
+class Slow:
+    """Notes what takes far too long. The host may have been kept busy by somebody else: once or twice, or all the time."""
+
+    def __init__(self) -> None:
+        self._found: list[str] = []
+
+    def note(self, seconds: float, what: str) -> None:
+        crowd = os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else 1.0
+        if seconds > 0.25 * max(1.0, crowd):
+            self._found.append(f"{what}: {seconds:.2f} s")
+        assert len(self._found) <= 2, f"slow: {'; '.join(self._found)}"
+
+
 def come_late(group: dist.ProcessGroup, turn: int, *, seconds: float = 0.02) -> None:
     """One rank after the other comes late by this much, so that the others' collectives are under way for as long."""
     if group.rank() == turn % group.size():
@@ -110,3 +135,33 @@ def come_late(group: dist.ProcessGroup, turn: int, *, seconds: float = 0.02) -> 
 def small_numbers(size: int, rank: int, dtype: torch.dtype) -> Tensor:
     """Small whole numbers, different on every rank and at every place, so that sums are exact in every dtype."""
     return ((torch.arange(size) + 3 * rank) % 7).to(dtype)
+
+
+def elsewhere(adapter: Adapter, fn: Callable[[], None]) -> None:
+    """On a thread that is not the main one, as autograd's is not."""
+    caught: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            if adapter.device_type != "cpu":
+                torch.accelerator.set_device_index(device_of(adapter).index or 0)
+            fn()
+        except BaseException as error:  # raised by whoever waits
+            caught.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(ELSEWHERE_SECONDS)
+    assert not thread.is_alive(), f"what runs on another thread has not ended after {ELSEWHERE_SECONDS} s"
+    if caught:
+        raise caught[0]
+
+
+def occupy(device: torch.device, seconds: float) -> None:
+    """Let what comes next on this device, or on this thread of the host, come later."""
+    if not seconds:
+        return
+    if device.type == "cpu":
+        time.sleep(seconds)  # the other threads may go on
+    else:
+        busy(device, seconds)
