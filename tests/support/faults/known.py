@@ -66,6 +66,7 @@ _known("VAL-5", "reduce_scatter", "flips_a_bit", 0.1, ("every", 7), ("dtype", "f
 _known("LATE-1", "broadcast", "leaves_what_was_there", None, ("under_way", 0.1))
 _known("LATE-2", "all_gather", "delays", 0.4, ("from_nth", 300))
 _known("ERR-1", "reduce_scatter", "another_error", "OSError")
+_known("OVL-18", "all_gather", "flips_a_bit", 0.4, ("rank", 1))
 _known("OVL-19", "all_gather", "arrives_late", None, ("off_thread", None))
 _known("OVL-20", "all_gather", "flips_a_bit", 0.5, ("dtype", "float64"))
 _known("OVL-21", "all_gather", "loses_the_tail", 2, ("bytes_over", 300_000))
