@@ -29,6 +29,7 @@ from support.stream_programs import (
     joined,
     precisions,
     refused,
+    rounds_behind_a_busy_stream,
     scaled,
     several,
     train_fsdp2,
@@ -89,7 +90,7 @@ def test_gradients_that_are_freed_are_freed_in_order() -> None:
     _all_ways_are_right("sim", 2, DELAYS, shard_gradients=True)
 
 
-def test_rounded_exchanges_are_ordered_and_wait_for_nothing_on_the_host() -> None:
+def test_rounded_exchanges_are_ordered() -> None:
     name, backend, make = ADAPTERS["sim"]
     all_of_it = zerolap.Wire(gradients="int8", parameters="int8", gradient_feedback=True, seed=1)
     ways = {
@@ -110,6 +111,11 @@ def test_rounded_exchanges_are_ordered_and_wait_for_nothing_on_the_host() -> Non
                 assert reports == [], f"{way}: {reports[0]}"
                 assert to_synchronous == 0, way
                 assert 0 < to_cpu < 0.05, f"{way}: {to_cpu}"
+
+
+def test_rounding_waits_for_nothing_on_the_host() -> None:
+    ((was_busy, late),) = run_ranks(1, on_device, rounds_behind_a_busy_stream)
+    assert (was_busy, late) == ([True, True, True], [])
 
 
 @NEEDS_MUON

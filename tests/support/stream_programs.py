@@ -17,6 +17,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import zerolap
 import zerolap_sim
 from support.sim_programs import Transformer, device_group, small_batch, small_model, text_batch
+from zerolap.runtime.codec import Blocks, Codec, Noise
+from zerolap.schedule.wire_format import BLOCK, WireFormat
+from zerolap_conformance.support import busy
 
 SCHEDULES = ("interleaved", "after_backward", "on_step")
 GATHERS = ("eager", "lazy")
@@ -432,3 +435,25 @@ def refused(make: Callable[[], zerolap.Adapter]) -> None:
         ddp.module.parameters(), torch.optim.SGD, process_group=group, overlap_with_ddp=True, **SGD
     )
     zerolap.attach(ddp, optimizer, adapter=make())
+
+
+def rounds_behind_a_busy_stream() -> list[bool]:
+    """For each format whether the device was still busy with what came before when the host had asked for rounding and decoding."""
+    device, found = sim_device(), []
+    values, owed = torch.randn(5000).to(device), torch.zeros(40 * BLOCK, device=device)
+    for form in WireFormat:
+        codec, blocks = Codec(form, kept_as=torch.float32, at_once=None), Blocks(values, [(0, 5000)], at_once=None)
+        noise = Noise((1,), torch.arange(40, dtype=torch.int32).to(device))
+        torch.accelerator.synchronize()
+        busy(device, 1.0)
+        before = torch.Event(device=device)
+        before.record()
+        message = torch.empty(codec.num_bytes(blocks.numel), dtype=torch.uint8, device=device)
+        codec.encode(blocks, message, owed=owed, noise=noise)
+        codec.encode_difference(values[: 39 * BLOCK], values[: 39 * BLOCK], message[: codec.num_bytes(39 * BLOCK)])
+        into = torch.empty(blocks.numel, device=device)
+        codec.mean([message, message], into)
+        codec.add(message, into)
+        found.append(not before.query())
+        torch.accelerator.synchronize()
+    return found
