@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import zerolap
 
 PICTURE = Path(__file__).parent.parent / "docs/pictures/wire-quality.svg"
-CONTEXT, WIDTH, NUM_LAYERS, BATCH = 64, 64, 2, 16  # of all ranks together
+CONTEXT, WIDTH, NUM_LAYERS, BATCH = 32, 64, 1, 16  # of all ranks together
 EVERY = 100
 NO_FEEDBACK = "int8, without error feedback"
 WAYS: dict[str, Any] = {
