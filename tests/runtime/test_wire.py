@@ -479,13 +479,33 @@ def test_a_wire_that_makes_no_sense_is_refused(options: dict[str, Any], match: s
 
 @on_ranks(2)
 def test_a_loss_scaler_is_refused_where_gradients_owe_what_was_scaled_otherwise() -> None:
-    ddp, _ = pair()
-    zero = zerolap.ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, overlap_with_ddp=True)
-    zerolap.attach(ddp, zero, schedule="on_step", wire=Wire(gradients="int8", gradient_feedback=True))
-    scaler = zerolap.GradScaler("cpu")
-    scaler.scale(ddp(next(batches(1))).square().sum()).backward()
-    with pytest.raises(RuntimeError, match=r"gradient_feedback=True .* another scale"):
-        scaler.unscale_(zero)
+    for scaler in (zerolap.GradScaler("cpu"), torch.amp.GradScaler("cpu")):
+        ddp, _ = pair()
+        zero = zerolap.ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, overlap_with_ddp=True)
+        zerolap.attach(ddp, zero, schedule="on_step", wire=Wire(gradients="int8", gradient_feedback=True))
+        scaler.scale(ddp(next(batches(1))).square().sum()).backward()
+        with pytest.raises(RuntimeError, match=r"gradient_feedback=True .* another scale"):
+            scaler.unscale_(zero)
+
+
+@on_ranks(2)
+def test_torchs_own_functions_see_the_mean_of_rounded_gradients() -> None:
+    found = []
+    for wire in (None, "int8"):
+        torch.manual_seed(0)
+        ddp = DDP(Mlp(), bucket_cap_mb=0.004)
+        zero = zerolap.ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, overlap_with_ddp=True)
+        handle = zerolap.attach(ddp, zero, schedule="on_step", wire=wire)
+        for x in batches(3):
+            zero.zero_grad()
+            for _ in range(2):  # added up between backwards that are reduced
+                backward(ddp, x)
+            norm = nn.utils.clip_grad_norm_(ddp.parameters(), 1e-3)
+            assert float(handle.grad_norm()) < 1.01e-3
+            zero.step()
+        found.append(float(norm))
+        handle.audit()
+    torch.testing.assert_close(found[1], found[0], rtol=0.02, atol=0)
 
 
 @on_ranks(2)

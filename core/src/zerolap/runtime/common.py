@@ -72,6 +72,14 @@ class Common:
         self.failures.raise_untold()
         self.raise_if_failed()
 
+    def refuse_scaling(self) -> None:
+        """RuntimeError if a loss scaler, which is about to unscale gradients, cannot be right."""
+        if self.wire.gradient_feedback:
+            raise RuntimeError(
+                "wire with gradient_feedback=True adds what was rounded off the last gradients to the next ones, which a loss scaler may "
+                "have given another scale; use gradient_feedback=False with a scaler"
+            )
+
     def run_on_lane(self, fn: Callable[[], T], where: str = IN_CHECK) -> T:
         """Run something on the lane, and wait for it; if it fails, so has the overlap. On the training thread."""
         with self.probe.blocked(where):

@@ -217,11 +217,7 @@ class ReducedGradients:
 
     def unscale_(self, inverse_scale: Tensor) -> Tensor:
         """Multiply the gradients by ``inverse_scale``; return 1 if any rank found one that is not finite, else 0."""
-        if self._common.wire.gradient_feedback:
-            raise RuntimeError(
-                "wire with gradient_feedback=True adds what was rounded off the last gradients to the next ones, which a loss scaler may "
-                "have given another scale; use gradient_feedback=False with a scaler"
-            )
+        self._common.refuse_scaling()
         found = self._scale_and_search(self.shards(), inverse_scale)
         self.unscaled_backward = self._common.probe.num_backwards
         return self._over_all_ranks(found, dist.ReduceOp.MAX, SEARCH)

@@ -218,13 +218,11 @@ class ShownGradients:
         return self._over_all_ranks(part.flat(), dist.ReduceOp.SUM, f"collecting the gradient of {part.slot.name}")
 
     def agree(self, found: Tensor, optimizers: set[int]) -> None:
+        self._common.refuse_scaling()
         self._begin("unscaling gradients")
         mine = found.reshape(1).to(self._books.device, torch.float32)
-        found.copy_(
-            self._over_all_ranks(mine.clone(), dist.ReduceOp.MAX, "search for gradients that are not finite").reshape(
-                ()
-            )
-        )
+        what = "search for gradients that are not finite"
+        found.copy_(self._over_all_ranks(mine.clone(), dist.ReduceOp.MAX, what).reshape(()))
         if self._books.num_optimizers > 1 and found.item():
             self.nonfinite |= optimizers
             self.on_nonfinite()
