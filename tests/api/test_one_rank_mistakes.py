@@ -91,7 +91,7 @@ MISTAKES: dict[str, tuple[Call, Call, str]] = {
     "plain optimizer": (
         lambda ddp, zero: zerolap.attach(ddp, torch.optim.AdamW(ddp.parameters())),  # type: ignore[arg-type]
         _right,
-        "must be a zerolap.ZeroRedundancyOptimizer, got AdamW; make one: ZeroRedundancyOptimizer(ddp.parameters(), AdamW",
+        "must be a zerolap.ZeroRedundancyOptimizer, got AdamW; zerolap.shard(ddp, optimizer) makes one of it",
     ),
     "swapped": (lambda ddp, zero: zerolap.attach(zero, ddp), _right, "the arguments are swapped"),  # type: ignore[arg-type]
     "bare module": (lambda ddp, zero: zerolap.attach(ddp.module, zero), _right, "wrap the model first"),
