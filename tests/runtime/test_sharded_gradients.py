@@ -517,7 +517,7 @@ def _growth(*, ours: bool) -> tuple[float, float]:
     return _train(48, ours=ours)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_memory_is_the_state_of_the_shard_and_a_few_buckets(world_size: int) -> None:
     """48 MB of parameters in buckets of 2 to 3 MB, from the first step on."""
     model, bucket = 48 * (512 * 512 + 512) * 4 / MB, 3.1
@@ -532,7 +532,7 @@ def test_memory_is_the_state_of_the_shard_and_a_few_buckets(world_size: int) -> 
     assert held <= state + shared + model / world_size + rest, (held, state, shared)
     # In the first two backwards DDP's buckets are new: their shards are updated behind the last one.
     assert peak <= held + model / world_size + 3 * bucket + rest, (held, peak)
-    assert peak < (0.75 if world_size == 2 else 0.5) * plain_peak, (peak, plain_peak)
+    assert peak < (0.7 if world_size == 2 else 0.5) * plain_peak, (peak, plain_peak)
 
 
 _CONTROLLERS = ((Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"), (Path("/sys/fs/cgroup"), "memory.max"))
@@ -589,6 +589,48 @@ def test_a_model_trains_within_a_limit_that_ddp_does_not_keep() -> None:
 
 def _take_time(gradient: Tensor) -> None:
     torch.arange(300_000).sum()
+
+
+@pytest.mark.parametrize("kind", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
+@on_ranks(2)
+def test_gradients_are_let_go_of_as_soon_as_ddp_has_copied_them(kind: dict[str, Any]) -> None:
+    """Though all of them share a bucket, and are freed with it at the latest."""
+    oracle, ours = pair(lambda: _Deep(width=64, depth=8), bucket_cap_mb=100, **kind)
+    plain = torch.optim.AdamW(oracle.parameters(), **ADAMW)
+    zero, _ = sharded(ours)
+    most = []
+
+    def note(_: Tensor) -> None:
+        there = [param.grad for param in ours.parameters() if param.grad is not None]
+        most.append(sum(grad.untyped_storage().nbytes() > 4 for grad in there))
+
+    for param in ours.parameters():
+        param.register_post_accumulate_grad_hook(note)
+    for i in range(5):
+        x = torch.randn(3, 64, generator=torch.Generator().manual_seed(10 * i + dist.get_rank()))
+        iterate(oracle, plain, x)
+        most.clear()
+        iterate(ours, zero, x)
+        assert_same_params(ours, oracle, i)
+        assert len(most) == 16
+        if i > 2:  # DDP has the buckets that it keeps
+            assert max(most) <= 2, most
+
+
+@on_ranks(2)
+def test_what_ddp_does_not_reduce_stays_where_it_is() -> None:
+    """A second backward through the same graph: DDP expects none, so it adds up in ``.grad``, as without us."""
+    oracle, ours = pair()
+    zero, _ = sharded(ours, torch.optim.SGD, schedule="on_step")
+    for x in batches(4):
+        zero.zero_grad()
+        loss = ours(x).square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        expected = torch.autograd.grad(oracle.module(x).square().sum(), list(oracle.parameters()))
+        for param, grad in zip(ours.parameters(), expected, strict=True):
+            assert param.grad is not None
+            assert torch.equal(param.grad, grad)
 
 
 @on_ranks(2)

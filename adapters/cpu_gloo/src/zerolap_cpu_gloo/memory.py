@@ -32,7 +32,9 @@ _PAGE = 4096
 MESSAGE_BYTES = 4 * 2**20  # what is summed is received in pieces of this size: a large bucket needs no more memory
 MAX_INBOX_BYTES = 8 * MESSAGE_BYTES
 _NUM_RECENT = 256
-_MAX_PIECE_BYTES = 4 * 2**20
+# Of all segments of a host for one group. With half of it a step of two ranks took longer; more ranks copy less at once anyway.
+_HOST_BYTES, _HOST_BYTES_OF_TWO = 8 * 2**20, 16 * 2**20
+_LEAST_RING_BYTES = 512 * 2**10
 _LEAST_PIECE_BYTES = 64 * 2**10
 _AS_MESSAGE = -1
 _LOOK_SECONDS = 500e-6  # between looks for room: more often would take time from whoever makes it
@@ -231,14 +233,16 @@ def copy_out(deliveries: Iterable[tuple[SharedReceive, Tensor]]) -> None:
         receive.give_back()
 
 
-def piece_bytes(num_ranks: int) -> int:
-    """What is sent at once through shared memory, so that all segments of a host are about as large together whatever its ranks."""
-    return max(_LEAST_PIECE_BYTES, _MAX_PIECE_BYTES // (num_ranks // 2) ** 2) if num_ranks > 1 else _MAX_PIECE_BYTES
-
-
 def ring_bytes(num_ranks: int) -> int:
-    """What a segment holds that was not read yet: a piece for every other rank, and the next one."""
-    return 2 * max(1, num_ranks - 1) * piece_bytes(num_ranks)
+    """What a segment holds that was not read yet. All segments of a host together do not grow with its ranks."""
+    return max(
+        _LEAST_RING_BYTES, (_HOST_BYTES if num_ranks > 2 else _HOST_BYTES_OF_TWO) // max(2, num_ranks) // _PAGE * _PAGE
+    )
+
+
+def piece_bytes(num_ranks: int) -> int:
+    """What is sent at once through shared memory: a segment has room for one for every other rank, and the next one."""
+    return max(_LEAST_PIECE_BYTES, ring_bytes(num_ranks) // max(2, num_ranks) // _PAGE * _PAGE)
 
 
 class _Sending:

@@ -22,7 +22,7 @@ from zerolap.backend.lanes import Pending, Waiter
 from zerolap.errors import CollectiveError, ZerolapError, forked
 from zerolap.runtime.common import Common
 from zerolap.runtime.flat_buffer import FlatBuffer, Marks, Sealed
-from zerolap.runtime.gradient_memory import FreedGradients
+from zerolap.runtime.freed_gradients import FreedGradients
 from zerolap.runtime.shard_optimizer import Shard
 from zerolap.runtime.update import Update
 from zerolap.schedule.ownership import BucketOwners, Sections, Slot

@@ -13,7 +13,10 @@ of the mean, until an update has used it. Tensors and their views stay as they a
   the lane.
 * DDP was told to leave alone what lies in its buckets (``rebucket``). It still makes views of what a future gives: that is memory which
   is there anyway, of the parameters, and never read.
-* ``.grad`` is None as soon as DDP has copied it, so nobody takes a rank's own gradient for the mean.
+* ``.grad`` is let go of as soon as DDP has copied it: when the next gradient comes, which is behind DDP's copy of this one. Until the bucket
+  is handed over a view of one zero stands there, which says that there was a gradient. Then it is None, so that nobody takes a rank's own
+  gradient for the mean. That DDP has copied it is seen by the bucket's version: under ``no_sync()`` it does not, nor when a static graph has
+  several gradients for a parameter, before the last one.
 * At most some buckets wait for their reduction at once: whoever hands over another one waits for the oldest. With more, what is slow to
   be sent would pile up, and nothing would be sent any earlier.
 """
@@ -22,22 +25,23 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from zerolap._torch import are_buckets_current
+from zerolap._torch import are_buckets_current, version_of
 from zerolap.backend.base import Adapter, Recycler
 from zerolap.backend.lanes import Waitable
 from zerolap.errors import CollectiveError
 
 _MOST_UNREDUCED = 2  # buckets of the size that DDP was asked for: one is being sent, and one is ready behind it
-# Kept for the next backward beside as much as that, but not more than this rank's part of all gradients: memory that must be asked for
-# costs several percent of a step where nothing is sent over a network.
+# Kept for the next backward beside as much as that, but not more than this rank's part of all gradients, nor half of them in all: memory
+# that must be asked for costs several percent of a step where nothing is sent over a network.
 _MOST_KEPT_BYTES = 25 * 2**20
 
 
@@ -85,6 +89,32 @@ class BucketMemory(Refillable):
         self.is_new = True  # it was never given back: DDP has just made it
         self.reduction: Waitable | None = None  # what a stream waits for before this is freed
 
+    @property
+    def version(self) -> int:
+        """How often it was written to."""
+        return version_of(self._tensor)
+
+
+class _Gradient:
+    """A parameter's own gradient, until DDP has copied it into a bucket, which counts as a write to that."""
+
+    __slots__ = ("_bucket", "_nothing", "_param", "_version")
+
+    def __init__(self, param: Tensor, bucket: BucketMemory) -> None:
+        self._param = weakref.ref(param)
+        self._bucket = bucket
+        self._nothing = param.detach().new_zeros(()).expand_as(param)
+        self._version = 0
+
+    def comes(self) -> None:
+        self._version = self._bucket.version
+
+    def let_go(self) -> None:
+        """Unless DDP did not copy it: it accumulates, or expects another one."""
+        param = self._param()
+        if param is not None and param.grad is not None and self._bucket.version != self._version:
+            param.grad = self._nothing
+
 
 class _KeptMemory:
     """Where an adapter hands nothing on: all memory stays."""
@@ -110,8 +140,10 @@ class GradientMemory:
         self._ddp = weakref.ref(ddp)
         self._most_bytes = _MOST_UNREDUCED * ddp.bucket_bytes_cap
         self.waits_on_host = waits_on_host  # what one thread has waited for is done for all
-        part_bytes = sum(param.nbytes for param in ddp.parameters() if param.requires_grad) // ddp.process_group.size()
-        self._most_kept_bytes = self._most_bytes + min(part_bytes, _MOST_KEPT_BYTES)
+        all_bytes = sum(param.nbytes for param in ddp.parameters() if param.requires_grad)
+        part_bytes = all_bytes // ddp.process_group.size()
+        self._most_kept_bytes = min(self._most_bytes + min(part_bytes, _MOST_KEPT_BYTES), all_bytes // 2)
+        self._large_bytes = max(self._most_bytes, all_bytes // 4)
         self._release_memory = adapter.release_memory
         self._recycler: Recycler | None = None
         if waits_on_host:
@@ -129,7 +161,10 @@ class GradientMemory:
         self._scratch = torch.empty(0)
         self._num_bytes = 0
         self.peak_bytes = 0  # of DDP's buckets at once
-        self._most_in_bucket = 0
+        self._last: _Gradient | None = None  # that has come, in this backward
+        # Beside the buckets: gradients that DDP has not copied yet, and the first of those that add up.
+        sizes = [param.nbytes for param in ddp.parameters() if param.requires_grad]
+        self._own_bytes = max(sizes, default=0) + _bytes_of_tied(ddp.module)
         self.shard_bytes: dict[int, int] = {}  # of this rank's part of each bucket
 
     def of(self, tensor: Tensor) -> Refillable:
@@ -149,8 +184,8 @@ class GradientMemory:
 
     @property
     def most_transient_bytes(self) -> int:
-        """What gradients take in a step at most: buckets, the parameters' own of one more, and this rank's part of all of them."""
-        return self.peak_bytes + self._most_in_bucket + sum(self.shard_bytes.values())
+        """What gradients take in a step at most: buckets, the parameters' own, and this rank's part of all of them."""
+        return self.peak_bytes + self._own_bytes + sum(self.shard_bytes.values())
 
     def watch(self, buckets: Sequence[tuple[BucketMemory, Sequence[Tensor]]]) -> None:
         """These are DDP's buckets: the memory of each is taken when the first gradient of one of its parameters comes."""
@@ -160,14 +195,10 @@ class GradientMemory:
         self._layout = [memory for memory, _ in buckets]
         self._are_current = are_buckets_current(ddp)
         for memory, params in buckets:
-
-            def take(_: Tensor, memory: BucketMemory = memory) -> None:
-                if not memory.is_there:
-                    self._take_for_backward(memory)
-
             for param in params:
                 if param.requires_grad:
-                    self._hooks.append(param.register_hook(take))  # type: ignore[no-untyped-call]  # torch gives it no types
+                    comes = partial(self._gradient_comes, memory, _Gradient(param, memory))
+                    self._hooks.append(param.register_hook(comes))  # type: ignore[no-untyped-call]  # torch gives it no types
 
     def unwatch(self) -> None:
         """DDP has other buckets now, or will have."""
@@ -180,6 +211,15 @@ class GradientMemory:
         if self._recycler is not None:
             self._recycler.release()
 
+    def _gradient_comes(self, memory: BucketMemory, gradient: _Gradient, _: Tensor) -> None:
+        """On backward's thread, before it is in ``.grad``; it is behind DDP's copy of the last one."""
+        if self._last is not None:
+            self._last.let_go()
+        self._last = gradient
+        if not memory.is_there:
+            self._take_for_backward(memory)
+        gradient.comes()
+
     def _take_for_backward(self, wanted: BucketMemory) -> None:
         ddp = self._ddp()
         is_synced = ddp is not None and (ddp.require_backward_grad_sync or ddp.require_forward_param_sync)
@@ -187,13 +227,16 @@ class GradientMemory:
             return  # gradients are accumulated where they are: this would take memory for nothing
         if not self._are_current():
             return  # DDP has made others, whose memory is there
-        if wanted.num_bytes > self._most_bytes:
+        if wanted.num_bytes > self._large_bytes:
             self._make_room_for_a_large_one()
         for memory in self._layout if self._is_taken_at_once else (wanted,):
             self.take(memory)
 
     def _make_room_for_a_large_one(self) -> None:
-        """One parameter may be larger than all buckets that are under way: it takes their memory, and what the allocator only keeps."""
+        """One parameter may be a good part of all: it takes the memory of the buckets that are under way, and what the allocator only keeps.
+
+        Not for less than that: what the allocator gives back comes again page by page, which took a tenth of a step.
+        """
         while len(self._unreduced) > 1:
             self._wait_for(self._unreduced.popleft())
         self._release_memory()
@@ -215,7 +258,6 @@ class GradientMemory:
     def _count(self, memory: BucketMemory) -> None:
         with self._freed:
             self._num_bytes += memory.num_bytes
-            self._most_in_bucket = max(self._most_in_bucket, memory.num_bytes)
             self.peak_bytes = max(self.peak_bytes, self._num_bytes)
 
     def _free(self, memory: BucketMemory) -> None:
@@ -267,6 +309,7 @@ class GradientMemory:
     def end(self) -> None:
         """A backward is over, and whoever runs on has waited for all reductions: free what is left. On its thread."""
         self._unreduced.clear()
+        self._last = None
         self._scratch = torch.empty(0)
         if not self._has_failed:
             for memory in self._layout:
@@ -282,7 +325,7 @@ class GradientMemory:
         """Take no more."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._layout, self._are_current = [], [], _never
+        self._hooks, self._layout, self._are_current, self._last = [], [], _never, None
         self._unreduced.clear()
 
     def readable(self, buffer: Tensor) -> Tensor:
@@ -292,102 +335,10 @@ class GradientMemory:
         return self._scratch
 
 
-class FreedGradients:
-    """What is freed of one bucket's gradients: of the whole when they are reduced, of this rank's part of the mean when it was used.
-
-    Several backwards may come before an update: their means are added up here.
-    """
-
-    __slots__ = ("_all", "_cast", "_mean", "_num_unused", "_part", "_sum", "_sum_memory", "whole")
-
-    def __init__(self, memory: GradientMemory) -> None:
-        self._all = memory
-        self.whole: BucketMemory
-        self._part: Refillable | None = None
-        self._mean: Tensor | None = None  # where a reduction leaves it
-        self._num_unused = 0  # means that no update has used yet
-        self._sum: Tensor | None = None  # of them, if there are several
-        self._sum_memory: Refillable | None = None
-        self._cast: Refillable | None = None
-
-    @classmethod
-    def filled_in(
-        cls, same: FreedGradients | None, buffer: Tensor, index: int, memory: GradientMemory
-    ) -> FreedGradients:
-        """The same bucket's, or a new one's, where DDP fills it in from now on."""
-        freed = same or cls(memory)
-        freed.whole = memory.of_bucket(index, buffer)
-        return freed
-
-    def reduced_into(self, mean: Tensor) -> None:
-        """Where its reductions leave this rank's part of the mean."""
-        self._all.shard_bytes[self.whole.index] = mean.nbytes
-        self._mean, self._part = mean, self._all.of(mean)
-
-    @property
-    def is_unused(self) -> bool:
-        return self._num_unused > 0
-
-    @property
-    def unused(self) -> Tensor | None:
-        """The mean that no update has used yet, or the sum of several."""
-        return self._sum if self._num_unused > 1 else self._mean
-
-    @property
-    def num_shard_bytes(self) -> int:
-        """Of this rank's part that are there."""
-        held = (self._part, self._sum_memory, self._cast)
-        return sum(each.num_bytes for each in held if each is not None and each.is_there)
-
-    def hand_over(self, buffer: Tensor, params: Sequence[Tensor], offsets: Sequence[int]) -> None:
-        """DDP has filled the bucket: let go of the parameters' own gradients. What lies where one has none is nothing."""
-        assert self._part is not None
-        assert self._mean is not None
-        if self._num_unused == 1:  # where the next one comes to
-            if self._sum is None or self._sum_memory is None:
-                self._sum = torch.empty_like(self._mean)
-                self._sum_memory = self._all.of(self._sum)
-            self._sum_memory.take()
-            self._sum.copy_(self._mean)
-        self._part.take()
-        self._all.handed_over(self.whole)
-        for param, offset in zip(params, offsets, strict=True):
-            if param.grad is None:
-                buffer[offset : offset + param.numel()].zero_()
-            param.grad = None
-
-    def reduced(self, mean: Tensor, reduction: Waitable) -> Tensor:
-        """The mean is there; returns it, with those of earlier backwards for the same update. By the lane."""
-        self._all.reduced(self.whole, reduction)
-        self._num_unused += 1
-        if self._num_unused == 1 or self._sum is None or self._part is None:
-            return mean
-        self._sum.add_(mean)
-        if self._all.waits_on_host:
-            self._part.free()
-        return self._sum
-
-    def before_step(self) -> None:
-        """Gradients are about to be cast for the optimizer, if it works in another dtype."""
-        if self._cast is not None:
-            self._cast.take()
-
-    def after_step(self, cast: Tensor | None) -> None:
-        """The update has used them; ``cast`` is what they were cast to. On the lane, where another stream may be waited for yet."""
-        if cast is None:
-            self._cast = None
-        elif self._cast is None or not self._cast.is_of(cast):
-            self._cast = self._all.of(cast)
-        self._num_unused = 0
-        if self._all.waits_on_host:
-            self.used()
-
-    def used(self) -> None:
-        """They were used, or shall not be, and whoever calls has waited for that."""
-        self._num_unused = 0
-        for memory in (self._part, self._sum_memory, self._cast):
-            if memory is not None:
-                memory.free()
+def _bytes_of_tied(module: nn.Module) -> int:
+    """Of parameters that several modules have: the first one's gradient waits for the others'."""
+    times = Counter(param for _, param in module.named_parameters(remove_duplicate=False))
+    return sum(param.nbytes for param, num in times.items() if num > 1 and param.requires_grad)
 
 
 def _never() -> bool:
