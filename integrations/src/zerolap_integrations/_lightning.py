@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -70,13 +69,6 @@ class ShardingStrategy(Unknown):
         handle = self.handle
         assert handle is not None
         self._undo.callback(self._detach, handle)
-
-    def setup_precision_plugin(self) -> None:
-        super().setup_precision_plugin()
-        if self._sharded():  # the mean gradients are in the shards
-            plugin = self.precision_plugin
-            plugin.clip_grad_by_norm = partial(_clip_norm, plugin.clip_grad_by_norm)
-            self._undo.callback(delattr, plugin, "clip_grad_by_norm")
 
     def on_exception(self, exception: BaseException) -> None:
         self._is_failing = True
@@ -144,14 +136,6 @@ class ShardingStrategy(Unknown):
 def _inner(optimizer: Any) -> Any:
     """Without Lightning's wrapper, which is an instance of whatever class it wraps."""
     return getattr(optimizer, "_optimizer", optimizer)
-
-
-def _clip_norm(otherwise: Any, optimizer: Any, clip_val: float) -> None:
-    inner = _inner(optimizer)
-    if isinstance(inner, zerolap.ZeroRedundancyOptimizer):
-        inner.clip_grad_norm_(clip_val)
-    else:
-        otherwise(optimizer, clip_val)
 
 
 def _are_same(saved: Mapping[str, Any], live: Mapping[str, Any]) -> bool:

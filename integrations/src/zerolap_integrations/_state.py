@@ -1,4 +1,7 @@
-"""What frameworks ask an optimizer for that has only a part of it: its whole state, and to clip some parameters. No framework here."""
+"""What frameworks ask an optimizer for that has only a part of it: its whole state. No framework here.
+
+Gradients need nothing: what ``.grad`` holds between backward and ``step()`` takes torch's own clipping and loss scaling.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -43,52 +45,3 @@ def whole_states(optimizers: Sequence[Sharded], *, to: int = 0) -> Iterator[None
     finally:
         for each in optimizers:
             each._consolidated = None
-
-
-def know_shards(scaler: torch.amp.GradScaler | None) -> None:
-    """Let a loss scaler find gradients in shards: it stays the object it is, and becomes a ``zerolap.GradScaler``."""
-    if scaler is None or isinstance(scaler, zerolap.GradScaler):
-        return
-    cls = type(scaler)
-    same = cls is torch.amp.GradScaler
-    scaler.__class__ = zerolap.GradScaler if same else type(cls.__name__, (zerolap.GradScaler, cls), {})
-
-
-# --- clipping ---------------------------------------------------------------------------------------------------------
-
-
-def among(params: Sequence[Tensor], optimizers: Sequence[Sharded]) -> list[Sharded]:
-    """Those that have these parameters: all of theirs, or it is a ValueError. Empty if no parameter is any optimizer's."""
-    asked = {id(param) for param in params}
-    found = []
-    for each in optimizers:
-        own = [param for param in params_of(each) if param.requires_grad]
-        inside = [id(param) in asked for param in own]
-        if any(inside) and not all(inside):
-            raise ValueError(
-                f"clipping is asked for {sum(inside)} of the {len(own)} parameters of an optimizer that zerolap has sharded: its gradients "
-                "are in shards, and are clipped together; give it all parameters of the optimizer"
-            )
-        if any(inside):
-            found.append(each)
-    if found:
-        known = {id(param) for each in found for param in params_of(each)}
-        strangers = [param for param in params if id(param) not in known and param.grad is not None]
-        if strangers:
-            raise ValueError(
-                f"clipping is asked for parameters of sharded optimizers and {len(strangers)} others together, whose gradients are "
-                "elsewhere; clip them apart"
-            )
-    return found
-
-
-def clip_grad_norm_(optimizers: Sequence[Sharded], max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """Clip all parameters of these optimizers by one norm, as torch's function does, and return it."""
-    if len(optimizers) == 1:
-        return optimizers[0].clip_grad_norm_(max_norm, norm_type)
-    norms = [each.clip_grad_norm_(float("inf"), norm_type) for each in optimizers]
-    total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
-    if total > max_norm:  # each then gets its share of it
-        for each, norm in zip(optimizers, norms, strict=True):
-            each.clip_grad_norm_(max_norm * (norm / total).item(), norm_type)
-    return total

@@ -61,8 +61,6 @@ def _checked(accelerator: Any, options: dict[str, Any]) -> Callable[[], None]:
     def begin() -> None:
         accelerator._zerolap_options = options
         accelerator._zerolap_handles = None if kind == "NO" else weakref.WeakKeyDictionary()
-        if kind != "NO":
-            _state.know_shards(accelerator.scaler)
 
     return begin
 
@@ -130,16 +128,6 @@ class Sharding(Unknown):
             else:
                 zerolap.shard(ddp, optimizers, **options)
             handles[ddp] = optimizers[0].handle
-
-    # --- gradients ----------------------------------------------------------------------------------------------------
-
-    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        optimizers = _state.among(params, _state.sharded_of(self._optimizers))
-        if not optimizers:
-            return super().clip_grad_norm_(params, max_norm, norm_type)
-        self.unscale_gradients()
-        return _state.clip_grad_norm_(optimizers, max_norm, norm_type)
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
