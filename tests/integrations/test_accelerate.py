@@ -21,6 +21,9 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "by a call": ({}, {"is_call": True}),
     "clipped": ({"clip": 0.05}, {}),
     "accumulated and clipped": ({"clip": 0.05, "gradient_accumulation_steps": 3}, {}),
+    "clipped by value": ({"clip_value": 0.005}, {}),
+    "loss scaled": ({"init_scale": 1024.0, "gradient_accumulation_steps": 2}, {}),
+    "loss scaled too much": ({"init_scale": 1e9, "clip": 0.05}, {}),
     "with the optimizer first": ({"order": "optimizer first"}, {}),
     "prepared apart": ({"order": "apart", "clip": 0.05}, {}),
     "two models": ({"num_models": 2}, {}),
@@ -30,7 +33,7 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "sharded gradients": ({"gradient_accumulation_steps": 2}, {"ours": {"shard_gradients": True}}),
     "compiled": ({"compiled": True}, {}),
 }
-NUM_UPDATES = {"accumulated and clipped": 6, "sharded gradients": 8}
+NUM_UPDATES = {"accumulated and clipped": 6, "sharded gradients": 8, "loss scaled": 8, "loss scaled too much": None}
 
 
 def test_every_way_of_training_gives_the_plain_numbers_and_half_of_the_state(tmp_path: Path) -> None:

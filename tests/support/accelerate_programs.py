@@ -23,9 +23,15 @@ def _accelerator(*, line: bool, ours: dict[str, Any], is_call: bool, compiled: b
     GradientState._reset_state()
     set_seed(0)
     options |= {"cpu": True, "dynamo_backend": "inductor" if compiled else None}
+    init_scale = options.pop("init_scale", None)
     if not line:
-        return Accelerator(**options)
-    return shard(Accelerator(**options), **ours) if is_call else ZeroLapAccelerator(**options, **ours)
+        made = Accelerator(**options)
+    else:
+        made = shard(Accelerator(**options), **ours) if is_call else ZeroLapAccelerator(**options, **ours)
+    if init_scale is not None:  # Accelerate itself offers fp16 on devices only
+        made.state._mixed_precision, made.native_amp = "fp16", True
+        made.scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=3)
+    return made
 
 
 def _prepare(
@@ -73,6 +79,7 @@ def train(
     order: str = "together",
     epochs: int = 2,
     clip: float | None = None,
+    clip_value: float | None = None,
     resume: str | None = None,
     saves: bool = False,
     compiled: bool = False,
@@ -101,6 +108,8 @@ def train(
                 if clip is not None and accelerator.sync_gradients:
                     params = [param for model in models for param in model.parameters()]
                     norms.append(accelerator.clip_grad_norm_(params, clip).item())
+                if clip_value is not None and accelerator.sync_gradients:
+                    accelerator.clip_grad_value_(models[0].parameters(), clip_value)
                 for opt, scheduler in zip(opts, schedulers, strict=True):
                     opt.step()
                     scheduler.step()

@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
@@ -33,6 +35,7 @@ class Regression(lightning.LightningModule):
             self.layers[0].weight.requires_grad_(False)
         self.automatic_optimization = kind not in ("manual", "several")
         self.kind = kind
+        self.seen: list[float] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
@@ -45,9 +48,15 @@ class Regression(lightning.LightningModule):
             self.manual_backward(loss)
             for each in optimizers:
                 if self.kind == "manual":
-                    self.clip_gradients(each, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
+                    self.clip_gradients(each, gradient_clip_val=0.005, gradient_clip_algorithm="value")
                 each.step()
         return loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.kind == "looks at gradients":
+            self.seen += [norm.item() for norm in grad_norm(self, norm_type=2).values()]
+            for param in self.layers[0].parameters():
+                param.grad = param.grad / 2 if param.ndim == 1 else param.grad.mul_(0.5)  # type: ignore[operator, union-attr]
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         x, y = batch
@@ -113,6 +122,9 @@ def fit(
     lightning.seed_everything(0)
     model, seen = Regression(kind), Seen()
     given: Any = torch.compile(model) if compiled else model
+    if "init_scale" in options:  # Lightning itself offers 16-mixed on devices only
+        scaler = torch.amp.GradScaler("cpu", init_scale=options.pop("init_scale"), growth_interval=3)
+        options["plugins"] = [MixedPrecision("16-mixed", "cpu", scaler)]
     quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "max_epochs": 2}
     trainer = lightning.Trainer(
         accelerator="cpu",
@@ -127,7 +139,7 @@ def fit(
         if number:
             trainer.fit_loop.max_epochs += 1
         trainer.fit(given, _loader(), _loader(32) if evaluate else None, ckpt_path=resume)
-    said: dict[str, Any] = {"epochs": trainer.current_epoch, "steps": trainer.global_step}
+    said: dict[str, Any] = {"epochs": trainer.current_epoch, "steps": trainer.global_step, "seen": model.seen}
     if save is not None:
         trainer.save_checkpoint(save)
         saved = torch.load(save, weights_only=True) if Path(save).is_file() else None
