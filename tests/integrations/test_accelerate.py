@@ -51,7 +51,7 @@ def test_every_way_of_training_gives_the_plain_numbers_and_half_of_the_state(tmp
             what=name,
         )
         assert ours[0].said["rates"] == plain[0].said["rates"], name
-        assert ours[0].said["norms"] == pytest.approx(plain[0].said["norms"], rel=1e-5), name
+        assert ours[0].said["norms"] == pytest.approx(plain[0].said["norms"], rel=1e-5, nan_ok=True), name
         assert ours[0].said["logged"]["zerolap/memory/state_mb"] > 0
         with pytest.raises(AssertionError, match="of the state"):  # without the line
             check(plain, plain)
