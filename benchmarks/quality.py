@@ -2,9 +2,10 @@
 
     python benchmarks/quality.py --ranks 2 --seed 0 --out results/quality
     python benchmarks/quality.py --draw --out results/quality
+    python benchmarks/quality.py --blocks
 
 The text is the sources of Python's own library, by bytes; some files are held out for validation. All ways of one run begin with the same
-parameters and see the same batches. ``--draw`` puts all runs of a folder together: a table, and the curves as docs/pictures/wire-quality.svg.
+parameters and see the same batches. ``--blocks`` shows what rounding takes from gradients and updates of the model, by the size of blocks. ``--draw`` puts all runs of a folder together: a table, and the curves as docs/pictures/wire-quality.svg.
 """
 
 from __future__ import annotations
@@ -127,6 +128,47 @@ def run_rank(rank: int, given: argparse.Namespace, store: str) -> None:
     dist.destroy_process_group()
 
 
+# --- the size of blocks ----------------------------------------------------------------------------------------------
+
+
+def errors_by_block() -> str:
+    """Root-mean-square errors of rounding, of one step's gradients and updates behind some others, against what is rounded."""
+    (text, _), generator = corpus(), torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
+    model, before = Lm(), list[Tensor]()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(80):
+        optimizer.zero_grad()
+        model(draw_batch(text, 8, generator)).backward()
+        before = [param.detach().clone() for param in model.parameters()]
+        optimizer.step()
+    gradients = [param.grad.flatten() for param in model.parameters() if param.grad is not None]
+    updates = [(param.detach() - old).flatten() for param, old in zip(model.parameters(), before, strict=True)]
+    lines = ["| block | bytes each | error of gradients | of updates |", "|---|---|---|---|"]
+    for block in (32, 64, 128, 256, 512, 2048):
+        errors = (100 * _error(tensors, block, torch.int8, 127.0) for tensors in (gradients, updates))
+        lines.append(
+            f"| int8, {block} | {1 + 4 / block:.3f} | " + " | ".join(f"{each:.2f} %" for each in errors) + " |"
+        )
+    errors = (100 * _error(tensors, 128, torch.float8_e4m3fn, 448.0) for tensors in (gradients, updates))
+    lines.append(f"| fp8, 128 | {1 + 4 / 128:.3f} | " + " | ".join(f"{each:.2f} %" for each in errors) + " |")
+    errors = (100 * _error(tensors, 1, torch.bfloat16, None) for tensors in (gradients, updates))
+    lines.append("| bf16 | 2 | " + " | ".join(f"{each:.2f} %" for each in errors) + " |")
+    return "\n".join(lines)
+
+
+def _error(tensors: list[Tensor], block: int, dtype: torch.dtype, largest: float | None) -> float:
+    lost = whole = 0.0
+    for tensor in tensors:
+        values = nn.functional.pad(tensor, (0, -len(tensor) % block)).view(-1, block)
+        scale = torch.ones(1) if largest is None else (values.abs().amax(1, keepdim=True) / largest).clamp_min(1e-38)
+        by_scale = values / scale
+        rounded = (by_scale.round() if dtype is torch.int8 else by_scale).to(dtype).float() * scale
+        lost += float((rounded - values).square().sum())
+        whole += float(values.square().sum())
+    return math.sqrt(lost / whole)
+
+
 # --- putting runs together --------------------------------------------------------------------------------------------
 
 
@@ -203,8 +245,12 @@ def main() -> None:
     made.add_argument("--steps", type=int, default=2000)
     made.add_argument("--only", action="append", choices=list(WAYS))
     made.add_argument("--draw", action="store_true")
+    made.add_argument("--blocks", action="store_true")
     made.add_argument("--out", type=Path, default=Path("benchmark-results/quality"))
     given = made.parse_args()
+    if given.blocks:
+        print(errors_by_block())
+        return
     given.out.mkdir(parents=True, exist_ok=True)
     if given.draw:
         runs = read_runs(given.out)
