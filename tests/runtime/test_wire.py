@@ -30,6 +30,7 @@ from zerolap.runtime.quantised_exchange import Differences, Masters, Owed, Quant
 from zerolap.schedule.ownership import Piece
 from zerolap.schedule.wire_format import BLOCK, Wire, WireFormat, in_blocks
 from zerolap_conformance.ranks import run_ranks
+from zerolap_cpu_gloo import CpuGlooAdapter
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SIZES = (0, 1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 1000, 7 * BLOCK + 5)
@@ -548,3 +549,32 @@ def test_accumulated_gradients_are_rounded_once() -> None:
                 zero.step()
             found.append([param.detach().clone() for param in ddp.parameters()])
         assert _distance(*found) == 0, options
+
+
+@on_ranks(3)
+def test_messages_and_shared_memory_bring_the_same() -> None:
+    shared, *_ = _train("int8")
+    sent, *_ = _train("int8", adapter=CpuGlooAdapter(shares_memory=False))
+    assert _distance(shared, sent) == 0
+
+
+@on_ranks(2)
+def test_what_auto_tries_does_not_show_in_the_numbers() -> None:
+    """Schedules, gathers and buckets change while it trains; what gradients owe, and the noise, follow the parameters."""
+
+    def train_by(schedule: str, num_steps: int | None) -> tuple[int, list[Tensor]]:
+        torch.manual_seed(0)
+        ddp = DDP(Mlp(), bucket_cap_mb=0.004)
+        zero = zerolap.ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=0.01, overlap_with_ddp=True)
+        wire = Wire(gradients="int8", parameters="int8", gradient_feedback=True, seed=1)
+        handle, step = zerolap.attach(ddp, zero, schedule=schedule, wire=wire), 0
+        while not handle.is_tuned if num_steps is None else step < num_steps:
+            iterate(ddp, zero, torch.randn(5, 13, generator=torch.Generator().manual_seed(2 * step + dist.get_rank())))
+            step += 1
+        handle.finish()
+        handle.audit()
+        handle.detach()
+        return step, [param.detach().clone() for param in ddp.parameters()]
+
+    num_steps, tuned = train_by("auto", None)
+    assert _distance(tuned, train_by("interleaved", num_steps)[1]) == 0
