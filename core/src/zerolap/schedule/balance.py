@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from itertools import accumulate
 from math import gcd
+from operator import add
 from typing import NamedTuple
 
 from zerolap.schedule.ownership import GroupRank
@@ -49,14 +50,13 @@ def assign_whole(loads: Sequence[Load], *, world_size: int) -> list[GroupRank]:
     """
     if not loads:
         return []
-    total_bytes, total_work = (max(1, sum(each)) for each in zip(*loads, strict=True))
-    ways = [
-        [load.num_bytes for load in loads],
-        [load.work for load in loads],
-        [load.num_bytes * total_work + load.work * total_bytes for load in loads],
-    ]
-    if all(load.num_bytes * total_work == load.work * total_bytes for load in loads):
-        ways = ways[:1]  # all are the same
+    in_bytes, in_work = (list(each) for each in zip(*loads, strict=True))
+    total_bytes, total_work = max(1, sum(in_bytes)), max(1, sum(in_work))
+    by_bytes = [each * total_work for each in in_bytes]
+    by_work = [each * total_bytes for each in in_work]
+    ways = [in_bytes]
+    if by_bytes != by_work:  # or all are the same
+        ways += [in_work, list(map(add, by_bytes, by_work))]
     best: tuple[float, list[GroupRank]] | None = None
     for way in ways:
         owners = _assign(way, world_size)
@@ -73,10 +73,11 @@ def assign_whole(loads: Sequence[Load], *, world_size: int) -> list[GroupRank]:
 
 def rank_loads(loads: Sequence[Load], owners: Sequence[GroupRank], *, world_size: int) -> list[Load]:
     """What each rank has, if parameters belong to ``owners``."""
-    held = [Load(0, 0)] * world_size
-    for (num_bytes, work), owner in zip(loads, owners, strict=True):
-        held[owner] = Load(held[owner].num_bytes + num_bytes, held[owner].work + work)
-    return held
+    num_bytes, work = [0] * world_size, [0] * world_size
+    for load, owner in zip(loads, owners, strict=True):
+        num_bytes[owner] += load[0]
+        work[owner] += load[1]
+    return [Load(*each) for each in zip(num_bytes, work, strict=True)]
 
 
 def at_least(sizes: Sequence[int], *, world_size: int) -> int:
