@@ -58,6 +58,20 @@ def test_stats_count_what_was_done_and_what_is_held(schedule: str, gather: str) 
     assert stats.communication_ms > 0
 
 
+@on_ranks(2)
+def test_stats_say_what_the_system_counts_for_the_process() -> None:
+    _, _, handle = _trained(2)
+    before = handle.stats()
+    taken = torch.ones(30_000_000)
+    after = handle.stats()
+    del taken
+    assert before.process_bytes is not None
+    assert after.process_bytes is not None
+    assert after.process_peak_bytes is not None
+    assert 115e6 < after.process_bytes - before.process_bytes < 130e6
+    assert after.process_peak_bytes >= after.process_bytes
+
+
 class Written(list[tuple[str, float, int | None]]):
     """Takes scalars as a SummaryWriter does."""
 
@@ -78,7 +92,7 @@ def test_each_point_is_of_the_time_since_the_one_before() -> None:
         iterate(ddp, zero, x)
     stats = writer.write(step=5)
     found = {tag: value for tag, value, step in written if step == 5}
-    assert len(found) == len(written) == 14, written
+    assert len(found) == len(written) == 16, written
     assert found["mine/updates"] == 5
     assert found["mine/skipped"] == 0
     assert 1 <= found["mine/balance/state"] < 1.5

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from zerolap._public import public
 from zerolap.api.tuner import Tuner
+from zerolap.observe.process import process_memory
 from zerolap.observe.recorder import Trace
 from zerolap.observe.stats import Stats
 from zerolap.observe.trace import take
@@ -150,6 +151,7 @@ class Handle:
             self._balance = layout, _balance_of(engine)
         balance = self._balance[1]
         states = [state for local in engine.books.locals for state in local.states().values()]
+        process = process_memory()
         return Stats(
             num_updates=probe.num_updates,
             num_steps=probe.num_steps,
@@ -164,6 +166,8 @@ class Handle:
             gradient_bytes=sum(map(_shard_gradient_bytes, layout)),
             receive_bytes=engine.common.adapter.kept_bytes,
             transient_bytes=0 if memory is None else memory.most_transient_bytes,
+            process_bytes=process.now,
+            process_peak_bytes=process.peak,
             exposed_ms=1e3 * probe.exposed_seconds if probe.has_times else None,
             communication_ms=1e3 * probe.communication_seconds if probe.has_times else None,
         )

@@ -40,6 +40,10 @@ class Stats:
     """That the adapter keeps for what is sent and received, shared memory included."""
     transient_bytes: int
     """The most that gradients took during a step beyond what was held after it, with ``shard_gradients``."""
+    process_bytes: int | None
+    """Of host memory that this process has now, interpreter, model and activations included; None where the system does not say."""
+    process_peak_bytes: int | None
+    """The same at most, since the process began."""
     exposed_ms: float | None
     """How long training has waited for communication."""
     communication_ms: float | None
@@ -113,6 +117,8 @@ class StatsWriter:
             "memory/receive_mb": now.receive_bytes / 2**20,
             "memory/held_mb": now.held_bytes / 2**20,
             "memory/peak_mb": now.peak_bytes / 2**20,
+            "memory/process_mb": _in_mb(now.process_bytes),
+            "memory/process_peak_mb": _in_mb(now.process_peak_bytes),
         }
         if num_updates:
             exposed, communication = (
@@ -127,6 +133,10 @@ class StatsWriter:
                 self._writer.add_scalar(f"{self._prefix}/{name}", value, step)
         self._before = now
         return now
+
+
+def _in_mb(num_bytes: int | None) -> float | None:
+    return None if num_bytes is None else num_bytes / 2**20
 
 
 def _since(before: float | None, now: float | None) -> float | None:
