@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import zerolap
 from support.ranks import on_ranks
+from support.versions import needs_ddp_option
 from zerolap_conformance.ranks import run_ranks
 from zerolap_cpu_gloo import CpuGlooAdapter
 
@@ -73,7 +74,9 @@ def _tune(ddp_options: dict[str, Any], options: dict[str, Any]) -> tuple[int, st
         ({"bucket_cap_mb": 0.02, "gradient_as_bucket_view": True, "static_graph": True}, {}, 4),
         ({"bucket_cap_mb": 0.02, "find_unused_parameters": True}, {"gather": "lazy"}, 4),
         ({"bucket_cap_mb": 0.02}, {"nonfinite": "raise", "gather": "eager"}, 2),
-        ({"bucket_cap_mb_list": [0.01, 0.02, 0.05]}, {}, 4),  # sizes that somebody chose one by one stay
+        pytest.param(  # sizes that somebody chose one by one stay
+            {"bucket_cap_mb_list": [0.01, 0.02, 0.05]}, {}, 4, marks=needs_ddp_option("bucket_cap_mb_list")
+        ),
     ],
 )
 def test_every_try_is_an_update_like_any_other(

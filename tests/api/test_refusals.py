@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import zerolap
 import zerolap_cpu_gloo
 from support.training import Mlp, backward, batches, overlapped
+from support.versions import needs_ddp_option
 from zerolap.backend import registry
 from zerolap_conformance.ranks import try_ranks
 
@@ -245,6 +246,27 @@ def added_group_of_strangers() -> None:
         backward(ddp, x)
 
 
+def weights_that_are_elsewhere_too() -> None:
+    class _IPEXPrepackModule(nn.Linear):
+        """By whose name packed modules are known."""
+
+    model = nn.Sequential(nn.Linear(2, 2), _IPEXPrepackModule(2, 2))
+    overlapped(DDP(model), model.parameters(), SGD, lr=0.1)
+
+
+def master_weights_of_another_optimizer() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].master_weight_split = False
+    overlapped(DDP(model), model.parameters(), SGD, lr=0.1)
+
+
+def replaced_state_dict() -> None:
+    ddp = DDP(Mlp())
+    zero = _sharded(ddp.parameters(), overlap_with_ddp=True)
+    zero.load_state_dict = print  # type: ignore[method-assign, assignment]
+    zerolap.attach(ddp, zero)
+
+
 # case: what both ranks say
 REFUSALS: dict[Callable[[], None], str] = {
     mismatched_shapes: r"ValueError: .*parameter 1 of group 0 is \(4,\) torch.float32 and \(5,\) torch.float32",
@@ -287,10 +309,19 @@ REFUSALS: dict[Callable[[], None], str] = {
     state_of_another_model: r"ValueError: .*states for parameters \[7\]",
     groups_of_another_model: r"ValueError: loaded state dict has a different number of parameter groups",
     added_group_of_strangers: r"in none of DDP's buckets",
+    weights_that_are_elsewhere_too: r"ValueError: 1 computes with a packed copy of its weight",
+    master_weights_of_another_optimizer: r"ValueError: 0 has its weights from ipex.optimize",
+    replaced_state_dict: r"TypeError: .*load_state_dict was replaced on this optimizer by builtins.print",
 }
 
 
-@pytest.mark.parametrize("case", REFUSALS, ids=lambda case: case.__name__)
+CASES = [
+    pytest.param(case, marks=needs_ddp_option("skip_all_reduce_unused_params")) if case is skipped_buckets else case
+    for case in REFUSALS
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_both_ranks_are_told_what_is_wrong(case: Callable[[], None]) -> None:
     for rank, outcome in enumerate(try_ranks(2, case, limit=60, group_timeout=15)):
         assert outcome.error is not None, f"rank {rank} was not refused"

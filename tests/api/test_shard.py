@@ -206,7 +206,7 @@ def _refused(what: str) -> None:
         ("lr", "lr of param group 0 is 0.1 and 0.2"),
         ("state", "states differ between ranks"),
         ("keeps", "some of its parameters in its attribute 'first'"),
-        ("replaced", "SGD.step was replaced"),
+        ("replaced", "SGD.step was replaced on this optimizer by builtins.print"),
         ("class", "got the class SGD"),
         ("sharded", "is sharded already"),
         ("twice", "listed twice"),

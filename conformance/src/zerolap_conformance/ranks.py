@@ -121,6 +121,7 @@ def _run_rank(
 ) -> None:
     log = open(Path(folder, f"stderr{rank}"), "w")  # noqa: SIM115 - lives as long as the process
     os.dup2(log.fileno(), 2)
+    os.dup2(log.fileno(), 1)  # where Gloo speaks in torch 2.7 and 2.8; what the caller prints may be JSON
     faulthandler.enable()
     faulthandler.dump_traceback_later(limit, exit=True)
     torch.set_num_threads(1)

@@ -25,7 +25,7 @@ from zerolap._torch import (
     store_of,
 )
 from zerolap.api.optimizer import ZeroRedundancyOptimizer
-from zerolap.api.preflight import check_kinds, meeting_group
+from zerolap.api.preflight import check_kinds, check_methods, check_modules, meeting_group
 from zerolap.backend.base import Adapter
 from zerolap.backend.order_check import debug_modes, with_checked_order
 from zerolap.backend.registry import resolve_adapter
@@ -234,6 +234,9 @@ def _check(ddp: DistributedDataParallel, zeros: Sequence[ZeroRedundancyOptimizer
             raise ValueError(
                 f"DDP works on ranks {ranks}, the optimizer on {zero_ranks}; give both the same process_group"
             )
+    for zero in zeros:
+        check_methods(zero, ("state_dict", "load_state_dict"))
+    check_modules(ddp.module)
     _check_params(ddp, zeros)
     if ddp.mixed_precision is not None:
         raise ValueError("DDP's mixed_precision swaps parameters during backward; use torch.autocast instead")

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zerolap._torch import STEP_CALLED, WRAPPED_BY_SCHEDULER, step_hooks_of
+from zerolap.api.preflight import check_methods, replaced_method
 from zerolap.runtime.optimizer_facts import Factory
 from zerolap.runtime.param_groups import ParamGroup, params_of
 
@@ -27,7 +28,7 @@ _HOOKS = [name for name, value in _TORCHS.items() if isinstance(value, OrderedDi
 def factory_like(plain: Optimizer) -> Factory:
     """What makes optimizers like this one, of its class and with what it holds, over other parameters."""
     made_of = {name: value for name, value in vars(plain).items() if name not in (*_TORCHS, STEP_CALLED)}
-    made_of = {name: _own_copy(value) for name, value in made_of.items() if not _is_replaced_method(name, value)}
+    made_of = {name: _own_copy(value) for name, value in made_of.items() if replaced_method(plain, name) is None}
     cls, defaults = type(plain), dict(plain.defaults)
     hooks = tuple([hook.__func__ for hook in each.values() if _is_of(hook, plain)] for each in step_hooks_of(plain))
 
@@ -70,8 +71,8 @@ def refuse_bound(plain: Optimizer) -> None:
     for attribute, value in vars(plain).items():
         if attribute in _TORCHS:
             continue
-        if _is_replaced_method(attribute, value) and not hasattr(value, WRAPPED_BY_SCHEDULER):
-            raise TypeError(f"{name}.{attribute} was replaced on this optimizer; shard it before that is done")
+        if not hasattr(value, WRAPPED_BY_SCHEDULER):
+            check_methods(plain, [attribute])
         for each in _within(value):
             if isinstance(each, Optimizer) or id(each) in params:
                 what = "another optimizer" if isinstance(each, Optimizer) else "some of its parameters"
@@ -94,10 +95,6 @@ def _described(value: Any) -> Any:
     if isinstance(value, Tensor):
         return [list(value.shape), str(value.dtype), value.item() if value.numel() == 1 else None]
     return repr(value) if isinstance(value, bool | int | float | str) else type(value).__name__
-
-
-def _is_replaced_method(name: str, value: Any) -> bool:
-    return callable(value) and callable(getattr(Optimizer, name, None))
 
 
 def _is_of(hook: Any, plain: Optimizer) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -135,6 +135,40 @@ def _check_ddp(ddp: object) -> None:
     else:
         what = "wrap the model first: ddp = DistributedDataParallel(model)"
     raise TypeError(f"ddp must be a DistributedDataParallel, got {name}: {what}")
+
+
+def check_modules(model: nn.Module) -> None:
+    """Refuse modules whose weights are elsewhere, too: what is trained would not be what is used, or what is saved."""
+    for name, module in model.named_modules():
+        if any(kind.__name__.endswith("IPEXPrepackModule") for kind in type(module).__mro__):
+            raise ValueError(
+                f"{name or 'the model'} computes with a packed copy of its weight, as ipex.optimize() makes it, which would not be trained; call that "
+                "with weights_prepack=False"
+            )
+        if hasattr(module, "master_weight_split"):
+            raise ValueError(
+                f"{name or 'the model'} has its weights from ipex.optimize(dtype=...), whose master weights would not be trained, but saved; call that "
+                "without dtype, and use torch.autocast, or model.bfloat16() and attach(..., master_weights=True)"
+            )
+
+
+def replaced_method(optimizer: Optimizer, name: str) -> str | None:
+    """Who has put something in place of a method of this one optimizer, if anybody has."""
+    value = vars(optimizer).get(name)
+    if not callable(value) or not callable(getattr(Optimizer, name, None)):
+        return None
+    function = inspect.unwrap(getattr(value, "__func__", value))
+    return f"{getattr(function, '__module__', None)}.{getattr(function, '__qualname__', type(value).__name__)}"
+
+
+def check_methods(optimizer: Optimizer, names: Iterable[str]) -> None:
+    """Refuse an optimizer some of whose methods were replaced on itself, by name."""
+    for name in names:
+        if who := replaced_method(optimizer, name):
+            raise TypeError(
+                f"{type(optimizer).__name__}.{name} was replaced on this optimizer by {who}, which shards would not call; shard it "
+                "before that is done, or leave that out"
+            )
 
 
 def check_sent_dtype(name: str, dtype: object) -> None:
