@@ -90,13 +90,13 @@ def test_tiers_are_counted_one_by_one_and_together() -> None:
     rows = re.findall(r"<tr><th.*?</tr>", to_html(failing()))[1:]
     numbers = [re.findall(r"<td[^>]*>(?:<a[^>]*>)?([^<]+)", row) for row in rows]
     assert numbers == [
-        ["6", "0", "0"],
-        ["8", "0", "0"],
-        ["6", "1", "2"],
-        ["5", "1", "0"],
+        ["6", "0", "0", "0"],
+        ["8", "0", "0", "0"],
+        ["6", "1", "2", "0"],
+        ["5", "1", "0", "0"],
         ["not asked for"],
         ["not asked for"],
-        ["25", "2", "2"],
+        ["25", "2", "2", "0"],
     ]
 
 
@@ -169,5 +169,5 @@ def test_nothing_in_a_verdict_is_taken_for_markup() -> None:
 def test_unknown_schema_and_unknown_outcome_are_refused() -> None:
     with pytest.raises(ValueError, match="schema 1, got schema 2"):
         to_html(passing(schema=2))
-    with pytest.raises(ValueError, match="passed, failed, skipped; got flaky"):
+    with pytest.raises(ValueError, match="passed, failed, skipped, waived; got flaky"):
         to_html(passing(requirements=[requirement("COL-1", 2, "flaky")]))

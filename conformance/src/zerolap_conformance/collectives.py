@@ -11,12 +11,11 @@ from torch import Tensor
 import zerolap
 from zerolap import Adapter
 from zerolap.schedule.ownership import GroupRank
+from zerolap_conformance.exchanges import moved_by, reduced_by
 from zerolap_conformance.requirements import requirement
 from zerolap_conformance.support import come_late, device_of, expect, expect_equal, own_group, small_numbers, world
 
 SIZES = (1, 2, 3, 17, 64, 1009, 100_003)
-REDUCED = (torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int64)
-MOVED = (*REDUCED, torch.uint8)
 
 
 def _sums(size: int, num_ranks: int, dtype: torch.dtype) -> Tensor:
@@ -93,11 +92,11 @@ def keeps_timeouts(adapter: Adapter) -> None:
 @requirement("COL-1", "An all-reduce leaves the sum on all ranks, for every dtype and size.", tier=2)
 def sums(adapter: Adapter) -> None:
     group, device = own_group(adapter), device_of(adapter)
-    for dtype, size in product(REDUCED, SIZES):
+    for dtype, size in product(reduced_by(adapter), SIZES):
         x = small_numbers(size, group.rank(), dtype).to(device)
         adapter.all_reduce(x, op=dist.ReduceOp.SUM, group=group, what=f"sum of {size}").wait()
         expect_equal(x, _sums(size, group.size(), dtype), f"{size} elements of {dtype}")
-    for dtype in REDUCED:  # of no dimension, as a loss or a norm is
+    for dtype in reduced_by(adapter):  # of no dimension, as a loss or a norm is
         x = small_numbers(1, group.rank(), dtype).reshape(()).to(device)
         adapter.all_reduce(x, op=dist.ReduceOp.SUM, group=group, what="sum of a scalar").wait()
         expect_equal(x.reshape(1), _sums(1, group.size(), dtype), f"a scalar of {dtype}")
@@ -121,7 +120,7 @@ def finds_maxima(adapter: Adapter) -> None:
 )
 def broadcasts(adapter: Adapter) -> None:
     group, device = own_group(adapter), device_of(adapter)
-    for dtype, size, src in product(MOVED, SIZES, range(group.size())):
+    for dtype, size, src in product(moved_by(adapter), SIZES, range(group.size())):
         x = small_numbers(size, group.rank(), dtype).to(device)
         adapter.broadcast(x, src=GroupRank(src), group=group, what=f"broadcast of {size}").wait()
         expect_equal(x, small_numbers(size, src, dtype), f"{size} elements of {dtype} from {src}")
@@ -151,7 +150,7 @@ def _scatter(
 )
 def scatters_sums(adapter: Adapter) -> None:
     group = own_group(adapter)
-    for dtype, size in product(REDUCED, SIZES):
+    for dtype, size in product(reduced_by(adapter), SIZES):
         _scatter(adapter, group, [size] * group.size(), dtype)
 
 
@@ -182,7 +181,7 @@ def _gather(adapter: Adapter, group: dist.ProcessGroup, sizes: list[int], dtype:
 @requirement("COL-7", "An all-gather brings every rank's part to all ranks, for every dtype.", tier=2)
 def gathers(adapter: Adapter) -> None:
     group = own_group(adapter)
-    for dtype, size in product(MOVED, SIZES):
+    for dtype, size in product(moved_by(adapter), SIZES):
         _gather(adapter, group, [size] * group.size(), dtype)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from zerolap import Adapter, Capabilities
 from zerolap._torch import devices_with_fused_kernels
+from zerolap_conformance.exchanges import MOVED, can_hold
 from zerolap_conformance.requirements import NotDeclaredError, requirement
 from zerolap_conformance.support import busy, device_of, expect, expect_equal, own_group
 
@@ -42,14 +43,18 @@ def states_its_capabilities(adapter: Adapter) -> None:
 
 
 @requirement("DEV-4", "Tensors made on the device stay there, and compute what a CPU computes.", tier=0)
-def computes(adapter: Adapter) -> None:
+def computes(adapter: Adapter) -> list[str]:
     device = device_of(adapter)
+    missing = [dtype for dtype in MOVED if not can_hold(device, dtype)]
     for dtype, numel in ((torch.float32, 1000), (torch.bfloat16, 100), (torch.int32, 1000)):
+        if dtype in missing:
+            continue
         x = torch.arange(numel).to(dtype).to(device)
         y = x * 2 + 1
         for what, tensor in (("a tensor that was moved there", x), ("what was computed from it", y)):
             expect(tensor.device.type, device.type, f"the device of {what}")
         expect_equal(y, torch.tensor([2 * i + 1 for i in range(numel)], dtype=dtype), f"2x + 1 in {dtype}")
+    return [f"the device has no {', '.join(map(str, missing))}: tried without"] if missing else []
 
 
 @requirement("DEV-5", "diagnose() gives sentences, and never raises.", tier=0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal, NamedTuple
 
 import torch
@@ -62,12 +63,29 @@ class Exchange:
 
 
 def reduced_by(adapter: Adapter) -> tuple[torch.dtype, ...]:
-    """The dtypes that are reduced."""
-    return (*REDUCED, torch.float64) if adapter.capabilities.has_float64 else REDUCED
+    """The dtypes that are reduced: of those that training may ask for, what the device can hold at all."""
+    return _held(adapter, REDUCED)
 
 
 def moved_by(adapter: Adapter) -> tuple[torch.dtype, ...]:
-    return (*MOVED, torch.float64) if adapter.capabilities.has_float64 else MOVED
+    return _held(adapter, MOVED)
+
+
+def _held(adapter: Adapter, dtypes: Sequence[torch.dtype]) -> tuple[torch.dtype, ...]:
+    more = (torch.float64,) if adapter.capabilities.has_float64 else ()
+    return tuple(dtype for dtype in (*dtypes, *more) if can_hold(device_of(adapter), dtype))
+
+
+@cache
+def can_hold(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether there are tensors of this dtype on the device. Single precision there must be."""
+    if dtype in (torch.float32, torch.int64) or device.type == "cpu":
+        return True
+    try:
+        torch.ones(2, dtype=dtype).to(device).cpu()
+    except Exception:  # whatever a device says of a dtype that it does not have
+        return False
+    return True
 
 
 def numbers(numel: int, dtype: torch.dtype, *, seed: int, rank: int, num_ranks: int) -> Tensor:
@@ -125,8 +143,13 @@ def start(
     if form.verb in ("all-reduce", "maximum", "broadcast"):
         return _of_one(adapter, group, form, [of_rank(total, rank) for rank in range(size)], expected, what)
     if form.verb == "reduce-scatter":
-        return _scatter(adapter, group, form, [of_rank(total, rank) for rank in range(size)], expected, what)
-    return _gather(adapter, group, form, of_rank(total, 0), what)
+        exchange = _scatter(adapter, group, form, [of_rank(total, rank) for rank in range(size)], expected, what)
+    else:
+        exchange = _gather(adapter, group, form, of_rank(total, 0), what)
+    if len(set(form.sizes)) == 1:
+        least, sent = form.sizes[0] * form.dtype.itemsize * (size - 1), exchange.pending.sent_bytes
+        assert least <= sent <= 1.1 * least + 512 * size, f"{what}: at least {least} bytes are sent, it says {sent}"
+    return exchange
 
 
 def summed(all_of_them: Sequence[Tensor]) -> Tensor:

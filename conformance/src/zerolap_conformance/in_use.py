@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 
 import torch
 import torch.distributed as dist
@@ -133,7 +134,7 @@ def mixes_in_groups_of_some(adapter: Adapter) -> None:
         like = dist.new_group(ranks, backend=kind, sort_ranks=False)
         if dist.get_rank() in ranks:
             assert like is not None
-            _mix(adapter, [own_group(adapter, like)], seed=number, number=120)
+            _mix(adapter, [own_group(adapter, like) for _ in range(2)], seed=number, number=130)
         dist.all_reduce(torch.zeros(1))
 
 
@@ -184,17 +185,22 @@ def leaves_nothing_behind(adapter: Adapter) -> None:
 def closes_groups(adapter: Adapter) -> None:
     kept = own_group(adapter)
 
+    turned = dist.new_group(
+        list(reversed(range(dist.get_world_size()))), backend=dist.get_backend_config(world()), sort_ranks=False
+    )
+    turns = count()
+
     def come_and_go() -> None:
-        group = own_group(adapter)
-        _mix(adapter, [group, kept], seed=6, number=10)
+        group = own_group(adapter, turned if next(turns) % 2 else None)
+        _mix(adapter, [group], seed=6, number=4)
         dist.all_reduce(torch.zeros(1))  # nobody closes what another still uses
         adapter.close_group(group)
         adapter.close_group(group)
 
     def several() -> None:
-        for _ in range(3):
+        for _ in range(8):
             come_and_go()
 
     several()
-    expect_nothing_left(adapter, several, "3 groups")
+    expect_nothing_left(adapter, several, "8 groups")
     _mix(adapter, [kept], seed=7, number=40)

@@ -13,7 +13,16 @@ from torch import Tensor
 import zerolap
 from zerolap import Adapter
 from zerolap_conformance.requirements import requirement
-from zerolap_conformance.support import busy, come_late, device_of, expect, expect_equal, expect_error, own_group
+from zerolap_conformance.support import (
+    busy,
+    come_late,
+    device_of,
+    expect,
+    expect_clock,
+    expect_equal,
+    expect_error,
+    own_group,
+)
 
 
 @requirement("LANE-1", "A lane runs what it is given in the order given.", tier=1)
@@ -189,6 +198,7 @@ def sides_keep_memory(adapter: Adapter) -> None:
 
 @requirement("TIME-1", "Moments follow each other, and the time between two of them is in seconds.", tier=1)
 def measures_time(adapter: Adapter) -> None:
+    expect_clock(adapter)
     device, ratios = device_of(adapter), []
     busy(device)  # calibrates itself
     adapter.synchronize()

@@ -12,7 +12,7 @@ from string import Template
 from typing import Any
 from urllib.parse import quote
 
-_OUTCOMES = ("passed", "failed", "skipped")
+_OUTCOMES = ("passed", "failed", "skipped", "waived")
 _LABELS = {"torch": "PyTorch", "python": "Python", "platform": "Platform", "devices": "Devices"}
 _SIMULATED = (
     '<p class="simulated"><strong>Simulated device</strong> '
@@ -67,6 +67,8 @@ def _headline(verdict: Mapping[str, Any]) -> list[str]:
     name, tier, requirements = verdict["adapter"]["name"], verdict["asked"]["tier"], verdict["requirements"]
     if verdict["is_conformant"]:
         return [f"{name} conforms at tier {tier}"]
+    if not verdict.get("is_whole", True):
+        return [f"No verdict on {name}:", f"a part of tier {tier} was tried"]
     num_failed, num_passed = len(_of(requirements, "failed")), len(_of(requirements, "passed"))
     total = "1 requirement" if len(requirements) == 1 else f"{len(requirements)} requirements"
     # A verdict can be negative with no failure in it, as when too much was skipped: "0 failed" would explain nothing.
@@ -78,6 +80,8 @@ def _counts(requirements: Sequence[Mapping[str, Any]], *, seconds: float) -> str
     items = []
     for outcome in _OUTCOMES:
         found = _of(requirements, outcome)
+        if outcome == "waived" and not found:
+            continue
         text = f"{len(found)} {outcome}"
         # Only what a reader has to look at is a link: it leads to the first one, whose details stand open.
         is_link = found and outcome != "passed"
@@ -114,7 +118,7 @@ def _row(tier: int, name: str, members: Sequence[Mapping[str, Any]], *, is_asked
     if not members:
         why = "no requirements" if is_asked else "not asked for"
         head = f'<span class="name">{number}{_text(name)}</span>'
-        return f'<tr><th scope="row" class="quiet">{head}</th><td colspan="3" class="none">{why}</td></tr>'
+        return f'<tr><th scope="row" class="quiet">{head}</th><td colspan="4" class="none">{why}</td></tr>'
     # Decoration: the cells beside it say the same in numbers.
     strip = "".join(f'<i class="{each["outcome"]}"></i>' for each in members)
     head = f'<span class="name">{number}<a href="#tier-{tier}">{_text(name or f"tier {tier}")}</a></span>'

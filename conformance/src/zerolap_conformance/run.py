@@ -10,7 +10,7 @@ from zerolap import Adapter
 from zerolap_conformance.ranks import Outcome, try_ranks
 from zerolap_conformance.requirements import NotDeclaredError, Requirement, all_requirements
 
-Status = Literal["passed", "failed", "skipped"]
+Status = Literal["passed", "failed", "skipped", "waived"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

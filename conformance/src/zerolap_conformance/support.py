@@ -16,6 +16,7 @@ from torch import Tensor
 
 from zerolap import Adapter
 from zerolap.runtime.peers import all_gather_json
+from zerolap_conformance.requirements import NotDeclaredError
 
 
 def device_of(adapter: Adapter) -> torch.device:
@@ -31,7 +32,7 @@ def own_group(adapter: Adapter, like: dist.ProcessGroup | None = None) -> dist.P
     """A new group that the adapter has opened, connected."""
     like = like or world()
     name = all_gather_json(uuid.uuid4().hex, group=like, what="agreeing on a name")[0]
-    group = adapter.open_group(like, name=f"conformance-{name}")
+    group = adapter.open_group(like, name=f"zerolap-conformance-{name}")
     all_gather_json(None, group=group, what="connecting a group")
     return group
 
@@ -165,3 +166,13 @@ def occupy(device: torch.device, seconds: float) -> None:
         time.sleep(seconds)  # the other threads may go on
     else:
         busy(device, seconds)
+
+
+def expect_clock(adapter: Adapter) -> None:
+    """NotDeclaredError if the adapter says that it measures no time: ``seconds_between`` raises NotImplementedError then."""
+    start = adapter.moment()
+    adapter.synchronize()
+    try:
+        adapter.seconds_between(start, adapter.moment())
+    except NotImplementedError as error:
+        raise NotDeclaredError(f"the device does not measure time, so traces have none of it: {error}") from error

@@ -32,6 +32,7 @@ def make(results: Mapping[str, Result], *, adapter: str, num_ranks: int, tier: i
         "schema": SCHEMA,
         "adapter": facts["adapter"],
         "asked": {"tier": tier, "ranks": num_ranks},
+        "is_whole": is_whole,
         "is_conformant": is_whole and outcomes["failed"] == 0 and outcomes["passed"] > 0,
         "is_simulated": facts["is_simulated"],
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -98,27 +99,45 @@ def to_text(verdict: Mapping[str, Any]) -> str:
         if of_tier:
             lines.append(f"{number} {name:<38} {counts['passed']:>6} {counts['failed']:>6} {counts['skipped']:>7}")
     for each in verdict["requirements"]:
-        if each["outcome"] == "skipped":
+        if each["outcome"] == "waived":
+            lines.append(f"waived {each['id']}: {each['sentence']} {each['reason']}")
+        elif each["outcome"] == "skipped":
             lines.append(f"skipped {each['id']}: {each['reason']}")
         elif each["outcome"] == "failed":
             lines.append(f"FAILED {each['id']}: {each['sentence']}")
         lines += [f"note {each['id']}: {note}" for note in each["notes"]]
-    word = "conforms" if verdict["is_conformant"] else "does not conform"
-    simulated = ", on a simulated device" if verdict["is_simulated"] else ""
-    asked = verdict["asked"]
-    lines.append(
-        f"{verdict['adapter']['name']} {word} at tier {asked['tier']} on {asked['ranks']} ranks{simulated} "
-        f"({len(verdict['requirements'])} requirements, {verdict['seconds']} s)"
-    )
+    lines.append(conclusion(verdict))
     return "\n".join(lines)
+
+
+def is_good_as_far(verdict: Mapping[str, Any]) -> bool:
+    """Whether a run that was asked for a part of the requirements has found nothing wrong in it."""
+    outcomes = {each["outcome"] for each in verdict["requirements"]}
+    return not verdict["is_whole"] and "passed" in outcomes and "failed" not in outcomes
+
+
+def conclusion(verdict: Mapping[str, Any]) -> str:
+    """One sentence, which says what was asked for."""
+    asked, tried = verdict["asked"], verdict["requirements"]
+    counts = Counter(each["outcome"] for each in tried)
+    simulated = ", on a simulated device" if verdict["is_simulated"] else ""
+    where = f"tier {asked['tier']} on {asked['ranks']} ranks{simulated}"
+    name, size = verdict["adapter"]["name"], f"{len(tried)} requirements, {verdict['seconds']} s"
+    if not verdict.get("is_whole", True):
+        return f"no verdict on {name}: of tier {asked['tier']} a part was tried, {counts['failed']} of {len(tried)} failed ({where}, {size})"
+    word = "conforms" if verdict["is_conformant"] else "does not conform"
+    waived = f", with {counts['waived']} waived" if counts["waived"] else ""
+    return f"{name} {word} at {where}{waived} ({size})"
 
 
 def write(verdict: Mapping[str, Any], folder: Path) -> list[Path]:
     """verdict.json, and verdict.html to look at."""
+    from zerolap_conformance.compare import badge
     from zerolap_conformance.page import to_html
 
     folder.mkdir(parents=True, exist_ok=True)
-    written = [folder / "verdict.json", folder / "verdict.html"]
+    written = [folder / "verdict.json", folder / "verdict.html", folder / "badge.svg"]
     written[0].write_text(json.dumps(verdict, indent=1) + "\n")
     written[1].write_text(to_html(verdict))
+    written[2].write_text(badge(verdict))
     return written

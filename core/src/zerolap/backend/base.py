@@ -26,7 +26,7 @@ from zerolap._torch import (
 )
 from zerolap.backend.lanes import HostSide, Lane, Pending, Side, ThreadLane
 from zerolap.backend.parts import Parts
-from zerolap.errors import CollectiveError
+from zerolap.errors import CollectiveError, ZerolapError
 from zerolap.schedule.ownership import GroupRank
 
 _GRACE_SECONDS = 5.0  # beyond a group's own time limit, whose error says more
@@ -212,7 +212,13 @@ class Adapter:
 
     def timeout(self, group: dist.ProcessGroup) -> timedelta:
         """How long a collective of this group may take."""
-        return group_timeout(group, torch.device(self.device_type))
+        try:
+            return group_timeout(group, torch.device(self.device_type))
+        except AttributeError as error:
+            raise ZerolapError(
+                f"the backend of adapter {self.name!r} does not tell its timeout: {error}; give the object that does its communicating a property "
+                "`options` with the timeout as `_timeout`, a timedelta, or override timeout() in the adapter"
+            ) from error
 
     def moment(self) -> Moment:
         """Now, as seen by whatever runs what this thread starts: the host, or the current stream."""

@@ -9,7 +9,7 @@ import typer
 
 from zerolap.cli.commands.bench import bench
 from zerolap.cli.commands.checkpoint import convert, inspect
-from zerolap.cli.commands.conformance import conformance
+from zerolap.cli.commands.conformance import compare, conformance, exact_cut
 from zerolap.cli.commands.demo import demo
 from zerolap.cli.commands.doctor import doctor
 from zerolap.cli.commands.new_adapter import new_adapter
@@ -34,9 +34,15 @@ def main(
     """Sharded optimizers for data-parallel training, on any accelerator."""
 
 
-for command in (doctor, conformance, plan, new_adapter, trace, demo):
+for command in (doctor, plan, new_adapter, trace, demo):
     app.command()(command)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(bench)
+
+conformances = typer.Typer(name="conformance", invoke_without_command=True)
+conformances.callback()(conformance)
+conformances.command()(compare)
+conformances.command("exact-cut")(exact_cut)
+app.add_typer(conformances)
 
 checkpoints = typer.Typer(
     name="checkpoint", help="Look at sharded checkpoints, and convert them.", no_args_is_help=True

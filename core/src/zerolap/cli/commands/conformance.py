@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import sys
 import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -17,12 +18,18 @@ from zerolap.cli.numbers import whole_number
 
 @fails_plainly
 def conformance(
-    adapter: Annotated[str, typer.Option(help="The adapter under test: its name, or module:attribute that makes one.")],
+    context: typer.Context,
+    adapter: Annotated[
+        str | None, typer.Option(help="The adapter under test: its name, or module:attribute that makes one.")
+    ] = None,
     nproc: Annotated[int, typer.Option(parser=whole_number(1, 256), help="Ranks per requirement.")] = 2,
     tier: Annotated[int, typer.Option(parser=whole_number(0, 5), help="Try requirements up to this tier.")] = 3,
     report: Annotated[Path | None, typer.Option(help="Write verdict.json, verdict.html and junit.xml there.")] = None,
     only: Annotated[
-        str | None, typer.Option(help="Try only requirements like this, for example COL. No verdict.")
+        str | None, typer.Option(help="Try only requirements like this, for example COL-4. That gives no verdict.")
+    ] = None,
+    waivers: Annotated[
+        Path | None, typer.Option(help="Requirements that may fail, each with a reason and an end; a JSON file.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -31,8 +38,13 @@ def conformance(
     The same suite as `pytest --pyargs zerolap_conformance --zerolap-adapter NAME`. Exit code 0 only if the adapter conforms, 2 if
     there is no such adapter or requirement.
     """
+    if context.invoked_subcommand is not None:
+        return
     need("torch", "zerolap_conformance", "pytest")
     import pytest
+
+    if adapter is None:
+        raise fail("say which adapter to try: --adapter NAME, or module:attribute that makes one", code=2)
 
     sys.path.insert(0, "")  # as `python -m pytest` does, so that module:attribute finds what lies here
     _check_adapter(adapter)
@@ -51,6 +63,7 @@ def conformance(
         options = ["-v", "-c", str(own), "--rootdir", str(Path.cwd()), "-p", "no:cacheprovider"]
         options += ["--zerolap-adapter", adapter, "--zerolap-nproc", str(nproc), "--zerolap-tier", str(tier)]
         options += ["--zerolap-report", str(folder)] if folder is not None else []
+        options += ["--zerolap-waivers", str(waivers.absolute())] if waivers is not None else []
         options += ["-k", only] if only is not None else []
         with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
             code = pytest.main([*options, "--pyargs", "zerolap_conformance"])
@@ -59,6 +72,57 @@ def conformance(
     if code == pytest.ExitCode.NO_TESTS_COLLECTED:
         raise fail(f"no requirement up to tier {tier} is like {only!r}", code=2)
     raise typer.Exit(exit_code(2 if code == pytest.ExitCode.USAGE_ERROR else int(code)))
+
+
+@fails_plainly
+def compare(
+    before: Annotated[Path, typer.Argument(help="A verdict.json.")],
+    after: Annotated[Path, typer.Argument(help="A later one.")],
+) -> None:
+    """Compare two verdicts. Exit code 1 if anything is worse than it was, 2 if a file is no verdict."""
+    need("torch", "zerolap_conformance")
+    from zerolap_conformance.compare import differences
+
+    lines, is_worse = differences(_verdict_of(before), _verdict_of(after))
+    typer.echo("\n".join(lines) or "no difference")
+    raise typer.Exit(int(is_worse))
+
+
+@fails_plainly
+def exact_cut(
+    adapter: Annotated[str, typer.Option(help="The adapter: its name, or module:attribute that makes one.")],
+) -> None:
+    """Find the smallest `exact_cut` that holds on the adapter's device, by stepping parameters whole and in pieces."""
+    need("torch", "zerolap_conformance")
+    import torch
+
+    from zerolap_conformance.cuts import smallest_cut
+    from zerolap_conformance.ranks import make_adapter
+
+    sys.path.insert(0, "")
+    _check_adapter(adapter)
+    made = make_adapter(adapter)
+    why = made.why_unavailable()
+    if why is not None:
+        raise fail(f"adapter {made.name!r} cannot be used here: {why}", code=1)
+    torch.set_num_threads(1)  # kernels that threads share are tried by attach
+    found = smallest_cut(made.device(0))
+    if found is None:
+        raise fail("no cut up to 4096 elements is exact on this device", code=1)
+    typer.echo(
+        f"the smallest exact cut is {found}; declare exact_cut={found if found == 1 else 2 * found}"
+        + ("" if found == 1 else ", twice that, for what was not tried")
+    )
+
+
+def _verdict_of(path: Path) -> dict[str, Any]:
+    try:
+        read = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise fail(f"{path} cannot be read as a verdict: {error}", code=2) from error
+    if not isinstance(read, dict) or read.get("schema") != 1:
+        raise fail(f"{path} is not a verdict of schema 1", code=2)
+    return read
 
 
 def _make_folder(path: Path) -> None:
