@@ -13,7 +13,7 @@ from support.verdicts import failing, passing
 from zerolap_conformance.compare import badge, differences
 from zerolap_conformance.page import to_html
 from zerolap_conformance.run import Result
-from zerolap_conformance.verdict import conclusion, is_good_as_far
+from zerolap_conformance.verdict import conclusion
 from zerolap_conformance.waivers import Waiver, apply, read
 
 TODAY = datetime.date(2027, 1, 15)
@@ -75,8 +75,6 @@ def test_a_part_gives_no_verdict_and_no_false_one() -> None:
     assert conclusion(verdict).startswith("no verdict on acme: of tier 3 a part was tried, 0 of 29 failed")
     assert "No verdict on acme" in to_html(verdict)
     assert "no verdict" in badge(verdict)
-    assert is_good_as_far(verdict)
-    assert not is_good_as_far(failing(is_whole=False))
 
 
 def test_what_is_worse_is_said() -> None:

@@ -110,12 +110,6 @@ def to_text(verdict: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def is_good_as_far(verdict: Mapping[str, Any]) -> bool:
-    """Whether a run that was asked for a part of the requirements has found nothing wrong in it."""
-    outcomes = {each["outcome"] for each in verdict["requirements"]}
-    return not verdict["is_whole"] and "passed" in outcomes and "failed" not in outcomes
-
-
 def conclusion(verdict: Mapping[str, Any]) -> str:
     """One sentence, which says what was asked for."""
     asked, tried = verdict["asked"], verdict["requirements"]
