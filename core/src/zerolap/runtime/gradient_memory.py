@@ -98,21 +98,21 @@ class BucketMemory(Refillable):
 class _Gradient:
     """A parameter's own gradient, until DDP has copied it into a bucket, which counts as a write to that."""
 
-    __slots__ = ("_bucket", "_nothing", "_param", "_version")
+    __slots__ = ("_bucket", "_nothing", "_param", "_was_at")
 
     def __init__(self, param: Tensor, bucket: BucketMemory) -> None:
         self._param = weakref.ref(param)
         self._bucket = bucket
         self._nothing = param.detach().new_zeros(()).expand_as(param)
-        self._version = 0
+        self._was_at = 0
 
     def comes(self) -> None:
-        self._version = self._bucket.version
+        self._was_at = self._bucket.version
 
     def let_go(self) -> None:
         """Unless DDP did not copy it: it accumulates, or expects another one."""
         param = self._param()
-        if param is not None and param.grad is not None and self._bucket.version != self._version:
+        if param is not None and param.grad is not None and self._bucket.version != self._was_at:
             param.grad = self._nothing
 
 
