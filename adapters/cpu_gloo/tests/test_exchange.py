@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import zerolap
 from support.ranks import on_ranks
 from support.training import Mlp, assert_same_params, batches, iterate, pair
-from zerolap_conformance.ranks import run_ranks
+from zerolap_conformance.ranks import run_ranks, try_ranks
 from zerolap_cpu_gloo import CpuGlooAdapter, adapter, mapping, memory
 from zerolap_cpu_gloo.adapter import stage_sizes, stages_of
 from zerolap_cpu_gloo.memory import Inbox, Receive, Ring, SharedMemory
@@ -100,6 +100,74 @@ def test_parts_of_any_size_are_scattered_and_gathered(num_ranks: int, is_one_buf
     found = run_ranks(num_ranks, _exchange, _sizes(num_ranks), is_one_buffer, shares_memory)
     everybody = set(range(num_ranks)) if shares_memory else set()
     assert found == [everybody - {rank} for rank in range(num_ranks)]
+
+
+def test_hosts_exchange_in_a_ring_whatever_the_sizes() -> None:
+    """Between 3 and 15 ranks that share no memory. The second bucket is cut into several pieces, and the last has one owner."""
+    sizes = [*_sizes(4), [500_000, 500_007, 3, 400_000], [0, 0, 90_000, 0]]
+    run_ranks(4, _exchange, sizes, False, False, limit=90)
+
+
+def _in_ring() -> bool:
+    adapter = CpuGlooAdapter(shares_memory=False)
+    assert dist.group.WORLD is not None
+    groups = [adapter.open_group(dist.group.WORLD, name=f"both-{i}") for i in range(5)]
+    parts = [zerolap.Parts.of(list(torch.full((3, 5), 10.0**i).unbind())) for i in range(5)]
+    into = [torch.empty(5) for _ in groups]
+    # All under way at once, with the same tag: groups that share connections do not take each other's messages.
+    under_way = [
+        adapter.reduce_scatter(part, into=total, group=group, tag=7, what="reduce-scatter")
+        for part, total, group in zip(parts, into, groups, strict=True)
+    ]
+    for pending in reversed(under_way):
+        pending.wait()
+    is_right = all(torch.equal(total, torch.full((5,), 3 * 10.0**i)) for i, total in enumerate(into))
+    for group in groups:
+        adapter.close_group(group)
+    return is_right
+
+
+def test_groups_that_share_connections_do_not_mix() -> None:
+    assert run_ranks(3, _in_ring) == [True] * 3
+
+
+@pytest.mark.parametrize("gather", ["eager", "lazy"])
+@on_ranks(3, limit=90, group_timeout=30)
+def test_training_in_a_ring_gives_every_rank_the_same_and_what_ddp_gives(gather: str) -> None:
+    oracle, ours = pair()
+    plain = torch.optim.AdamW(oracle.parameters(), lr=0.01, fused=True)
+    zero = zerolap.ZeroRedundancyOptimizer(ours.parameters(), torch.optim.AdamW, overlap_with_ddp=True, lr=0.01)
+    handle = zerolap.attach(ours, zero, gather=gather, adapter=CpuGlooAdapter(shares_memory=False))
+    for x in batches(5):
+        iterate(oracle, plain, x)
+        iterate(ours, zero, x)
+    handle.finish()
+    for mine, theirs in zip(ours.parameters(), oracle.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs)  # sums of three are taken in another order
+        of_all = [torch.empty_like(mine) for _ in range(3)]
+        dist.all_gather(of_all, mine.detach())
+        assert all(torch.equal(each, mine) for each in of_all)
+
+
+def _lose_a_rank() -> None:
+    ddp = DDP(Mlp(), bucket_cap_mb=0.004)
+    zero = zerolap.ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.1)
+    zerolap.attach(ddp, zero, adapter=CpuGlooAdapter(shares_memory=False))
+    try:
+        for number, x in enumerate(batches(6)):
+            if number == 3 and dist.get_rank() == 1:
+                os._exit(7)
+            iterate(ddp, zero, x)
+    except zerolap.ZerolapError as error:
+        raise RuntimeError(f"SURFACED[{error}]") from error
+    raise AssertionError("trained to the end")
+
+
+def test_all_ranks_of_a_ring_end_when_one_dies() -> None:
+    """Those that are not its neighbours, too: what they wait for does not come."""
+    outcomes = try_ranks(4, _lose_a_rank, limit=60, group_timeout=10)
+    for rank, outcome in enumerate(outcomes):
+        assert (f"SURFACED[rank {rank}, bucket " if rank != 1 else "exit code 7") in (outcome.error or ""), outcome
 
 
 def _exchange_between_hosts() -> set[int]:

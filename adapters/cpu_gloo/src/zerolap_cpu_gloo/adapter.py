@@ -1,7 +1,8 @@
 """The adapter, and its reduce-scatter and all-gather by point-to-point messages. The memory for what comes is elsewhere.
 
 The library's own reduce-scatter is an all-reduce underneath, with twice the bytes. Here a rank sends what must be sent and no
-more: P(n-1)/n for either collective. Both work in *stages*. In a stage of f ranks each sends every other one its f-th of the
+more: P(n-1)/n for either collective. Between 3 and 15 ranks that share no memory both work in a ring, which has a module of its own.
+Between others they work in *stages*. In a stage of f ranks each sends every other one its f-th of the
 block they share, and goes on with its own f-th alone. One stage of all n ranks is the direct exchange: n-1 messages a rank, all
 under way at once, summed in rank order. Stages whose sizes multiply to n (2, 2, 2 is recursive halving) need fewer messages,
 but wait for each other. ``stage_sizes`` chooses, by measurement.
@@ -32,6 +33,7 @@ from zerolap_cpu_gloo.memory import (
     copy_out,
 )
 from zerolap_cpu_gloo.pages import Pages
+from zerolap_cpu_gloo.ring import MOST_TOGETHER, Ring
 
 _MAX_MESSAGES = 4096  # to a peer for one bucket; each has a tag of its own
 
@@ -55,6 +57,8 @@ class CpuGlooAdapter(Adapter):
         self._inbox = Inbox()
         self._shared: dict[str, SharedMemory] = {}
         self._progress: dict[str, Lane] = {}
+        self._rings: dict[str, Ring] = {}
+        self._through: dict[str, list[dist.ProcessGroup]] = {}  # groups that were opened together
 
     def why_unavailable(self) -> str | None:
         return None if dist.is_available() and dist.is_gloo_available() else "this torch was built without Gloo"
@@ -87,9 +91,19 @@ class CpuGlooAdapter(Adapter):
         self._shared[group.group_name] = (
             share_memory(group, timeout=timeout) if self._shares_memory else SharedMemory(group, {})
         )
+        if Ring.is_for(group.size()) and not self._shared[group.group_name].is_used:
+            together = self._through.setdefault(_family_of(group), [])
+            number = len(together) if len(together) < MOST_TOGETHER else 0
+            together.append(group)
+            through = together[0] if number else group
+            self._rings[group.group_name] = Ring(group, through=through, number=number)
         return group
 
     def close_group(self, group: dist.ProcessGroup) -> None:
+        self._through.pop(_family_of(group), None)
+        ring = self._rings.pop(group.group_name, None)
+        if ring is not None:
+            ring.close()
         memory = self._shared.pop(group.group_name, None)
         if memory is not None:
             memory.close()
@@ -101,6 +115,9 @@ class CpuGlooAdapter(Adapter):
     def reduce_scatter(self, parts: Parts, *, into: Tensor, group: dist.ProcessGroup, tag: int, what: str) -> Pending:
         stages, memory = stages_of(group.rank(), group.size()), self._shared_by(group)
         sent = parts.nbytes - parts.tensors[group.rank()].nbytes
+        ring = self._rings.get(group.group_name)
+        if ring is not None:
+            return Pending(ring.reduce(parts, into, tag=tag), tensors=(parts, into), what=what, sent_bytes=sent)
         if len(stages) == 1:
             finish = start_reduce_stage(parts.tensors, into, stages[0], tag=tag, inbox=self._inbox, memory=memory)
             return Pending((), tensors=(parts, into), what=what, sent_bytes=sent, finish=finish)
@@ -110,6 +127,10 @@ class CpuGlooAdapter(Adapter):
 
     def all_gather(self, parts: Parts, *, group: dist.ProcessGroup, tag: int, what: str) -> Pending:
         stages, memory = stages_of(group.rank(), group.size()), self._shared_by(group)
+        ring = self._rings.get(group.group_name)
+        if ring is not None:
+            sent = ring.sent_by_gather(parts)
+            return Pending(ring.gather(parts, tag=tag), tensors=(parts,), what=what, sent_bytes=sent)
         works: list[Waitable]
         if len(stages) == 1:
             deliveries, works = start_gather_stage(parts.tensors, stages[0], tag=tag, memory=memory)
@@ -136,6 +157,12 @@ class CpuGlooAdapter(Adapter):
         if name not in self._progress:
             self._progress[name] = ThreadLane(f"progress-{name}")
         return self._progress[name]
+
+
+def _family_of(group: dist.ProcessGroup) -> str:
+    """What the names of groups that one engine opens have in common: all but their number."""
+    name: str = group.group_name
+    return name.rpartition("-")[0] or name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

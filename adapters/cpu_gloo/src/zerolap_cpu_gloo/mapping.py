@@ -54,7 +54,9 @@ def share_memory(group: dist.ProcessGroup, *, timeout: float = 600) -> SharedMem
         hosts = [tuple(host) for (_, _, _, *host), other in zip(cards.tolist(), is_able, strict=True) if other]
         is_shared = len(set(hosts)) < len(hosts)  # somewhere, which all ranks know
         most_bytes = piece_bytes(num_ranks) if is_shared else MESSAGE_BYTES
-        memory = SharedMemory(group, segments, reserve=reserve, piece_bytes=most_bytes, timeout=timeout)
+        memory = SharedMemory(
+            group, segments, reserve=reserve, piece_bytes=most_bytes, timeout=timeout, is_used=is_shared
+        )
         if segments:
             weakref.finalize(memory, stack.pop_all().close)
         return memory

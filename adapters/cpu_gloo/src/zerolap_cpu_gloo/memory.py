@@ -279,13 +279,15 @@ class SharedMemory:
         reserve: Callable[[int], bool] | None = None,
         piece_bytes: int = MESSAGE_BYTES,
         timeout: float = 600,
+        is_used: bool = False,
     ) -> None:
-        """``piece_bytes`` is what is sent at once, to neighbours and others: the same on all ranks of the group."""
+        """``piece_bytes`` is what is sent at once, to neighbours and others: the same on all ranks of the group; ``is_used``, by any of them."""
         self.group = group
         self.piece_bytes = piece_bytes
         self._rank, num_ranks = group.rank(), group.size()
         self._content = {rank: segment[head_bytes(num_ranks) :] for rank, segment in segments.items()}
         self.ranks = frozenset(segments)
+        self.is_used = is_used
         neighbours = self.ranks - {self._rank}
         # Each rank counts in its own segment what it has read of whom.
         counts = {rank: segment[: 8 * num_ranks].view(torch.int64) for rank, segment in segments.items()}
