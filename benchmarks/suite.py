@@ -82,11 +82,11 @@ BATCHES_AND_NETWORKS: dict[str, tuple[list[str], tuple[str, ...]]] = {
         ["--model", "conv", "--network", "1000", "--batch", "1", "--rounds", "5", "--cap", "1"],
         MAIN,
     ),
-    "8 MB on 4 hosts, 100 Mbit/s, next to no compute": _many_hosts(4, "100", 2),
-    "8 MB on 4 hosts, 100 Mbit/s, compute half of the wire": _many_hosts(4, "100", 500),
-    "8 MB on 8 hosts, 100 Mbit/s, next to no compute": _many_hosts(8, "100", 2),
-    "8 MB on 8 hosts, 100 Mbit/s, compute half of the wire": _many_hosts(8, "100", 600),
-    "8 MB on 2 hosts of 2 ranks, 100 Mbit/s, compute half of the wire": _many_hosts(4, "2x100", 500),
+    "8 MB on 4 hosts, 200 Mbit/s, next to no compute": _many_hosts(4, "200", 2),
+    "8 MB on 4 hosts, 200 Mbit/s, compute half of the wire": _many_hosts(4, "200", 260),
+    "8 MB on 8 hosts, 200 Mbit/s, next to no compute": _many_hosts(8, "200", 2),
+    "8 MB on 8 hosts, 200 Mbit/s, compute half of the wire": _many_hosts(8, "200", 300),
+    "8 MB on 2 hosts of 2 ranks, 200 Mbit/s, compute half of the wire": _many_hosts(4, "2x200", 180),
 }
 
 FORECASTS: dict[str, list[str]] = {

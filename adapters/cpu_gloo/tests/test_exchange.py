@@ -133,7 +133,7 @@ def test_groups_that_share_connections_do_not_mix() -> None:
 
 @pytest.mark.parametrize("gather", ["eager", "lazy"])
 @on_ranks(3, limit=90, group_timeout=30)
-def test_training_in_a_ring_gives_every_rank_the_same_and_what_ddp_gives(gather: str) -> None:
+def test_training_in_a_ring_gives_every_rank_the_same_and_what_ddp_gives(gather: Any) -> None:
     oracle, ours = pair()
     plain = torch.optim.AdamW(oracle.parameters(), lr=0.01, fused=True)
     zero = zerolap.ZeroRedundancyOptimizer(ours.parameters(), torch.optim.AdamW, overlap_with_ddp=True, lr=0.01)

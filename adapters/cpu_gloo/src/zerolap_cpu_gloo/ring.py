@@ -123,7 +123,7 @@ class _GatherPiece:
         hops, size = self._hops, self._hops.size
         passing = [self._parts[(hops.rank - hop) % size] for hop in range(size)]  # our own is the first
         coming = [hops.receive(part, hop) for hop, part in enumerate(passing[1:])]
-        sends = []
+        sends: list[dist.Work] = []
         for hop, part in enumerate(passing[:-1]):
             if hop:
                 _wait(coming[hop - 1])
