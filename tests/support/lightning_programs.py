@@ -142,6 +142,8 @@ def fit(
     said: dict[str, Any] = {"epochs": trainer.current_epoch, "steps": trainer.global_step, "seen": model.seen}
     if save is not None:
         trainer.save_checkpoint(save)
+        kept = [vars(getattr(each, "_optimizer", each)).get("_consolidated") for each in trainer.optimizers]
+        assert not any(kept), "the whole state is kept on a rank after it was saved"
         saved = torch.load(save, weights_only=True) if Path(save).is_file() else None
         if saved is not None:
             live = dict(model.state_dict())

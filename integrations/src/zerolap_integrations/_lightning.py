@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import zerolap
-from zerolap_integrations import _options
+from zerolap_integrations import _options, _state
 from zerolap_integrations._frameworks import Unknown
 from zerolap_integrations._live import LivePoints
 
@@ -49,14 +49,14 @@ class ShardingStrategy(Unknown):
         return found[0] if found else None
 
     def _sharded(self) -> list[zerolap.ZeroRedundancyOptimizer]:
-        return [each for each in map(_inner, self.optimizers) if isinstance(each, zerolap.ZeroRedundancyOptimizer)]
+        return _state.sharded_of(self.optimizers)
 
     # --- training -----------------------------------------------------------------------------------------------------
 
     def setup_optimizers(self, trainer: Any) -> None:
         super().setup_optimizers(trainer)
         self._is_failing = False
-        plain = [_inner(each) for each in self.optimizers]
+        plain = [_state.unwrapped(each) for each in self.optimizers]
         if any(type(each).__name__ == "_MockOptimizer" for each in plain):
             return  # configure_optimizers() has returned None, of which Lightning has warned
         assert isinstance(self.model, DistributedDataParallel)
@@ -91,9 +91,13 @@ class ShardingStrategy(Unknown):
         return path is not None and Path(path).is_dir()
 
     def optimizer_state(self, optimizer: Optimizer) -> Any:
-        if self._checkpoint == "sharded" and isinstance(_inner(optimizer), zerolap.ZeroRedundancyOptimizer):
+        sharded = _state.sharded_of([optimizer])
+        if not sharded:
+            return super().optimizer_state(optimizer)
+        if self._checkpoint == "sharded":
             return {}  # every rank writes its own part
-        return super().optimizer_state(optimizer)
+        with _state.whole_states(sharded):
+            return sharded[0].state_dict() if self.is_global_zero else {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         sharded = self._sharded()
@@ -102,6 +106,8 @@ class ShardingStrategy(Unknown):
             return
         if storage_options is not None:
             raise TypeError("a sharded checkpoint is written to a folder, and takes no storage_options")
+        if "://" in str(filepath):
+            raise ValueError(f"a sharded checkpoint is written to a folder that all ranks share, and not to {filepath}")
         path = Path(self.broadcast(filepath))
         if self.is_global_zero and path.is_file():
             path.unlink()
@@ -133,11 +139,6 @@ class ShardingStrategy(Unknown):
             super().load_optimizer_state_dict(checkpoint)
 
 
-def _inner(optimizer: Any) -> Any:
-    """Without Lightning's wrapper, which is an instance of whatever class it wraps."""
-    return getattr(optimizer, "_optimizer", optimizer)
-
-
 def _are_same(saved: Mapping[str, Any], live: Mapping[str, Any]) -> bool:
     """Whether these are the tensors of the model, and not others."""
     return saved.keys() == live.keys() and all(
@@ -162,7 +163,7 @@ class LiveLook(Unknown):
         self._last_step = 0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        handles = [getattr(_inner(each), "handle", None) for each in trainer.optimizers]
+        handles = [getattr(_state.unwrapped(each), "handle", None) for each in trainer.optimizers]
         if not handles or handles[0] is None:
             raise RuntimeError(
                 f"{type(self).__name__} needs an optimizer that zerolap has sharded; use ZeroLapStrategy"
