@@ -9,7 +9,7 @@ import typer
 
 from zerolap.cli.commands.bench import bench
 from zerolap.cli.commands.checkpoint import convert, inspect
-from zerolap.cli.commands.conformance import compare, conformance, exact_cut
+from zerolap.cli.commands.conformance import backend, compare, conformance, exact_cut
 from zerolap.cli.commands.demo import demo
 from zerolap.cli.commands.doctor import doctor
 from zerolap.cli.commands.new_adapter import new_adapter
@@ -41,6 +41,7 @@ app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options"
 conformances = typer.Typer(name="conformance", invoke_without_command=True)
 conformances.callback()(conformance)
 conformances.command()(compare)
+conformances.command()(backend)
 conformances.command("exact-cut")(exact_cut)
 app.add_typer(conformances)
 

@@ -115,6 +115,28 @@ def exact_cut(
     )
 
 
+@fails_plainly
+def backend(
+    device_type: Annotated[str, typer.Option(help="As in torch.device(...).")],
+    backend: Annotated[str, typer.Option(help="As in init_process_group(...).")],
+    module: Annotated[
+        str | None, typer.Option(help="What to import first, if that brings the device to torch.")
+    ] = None,
+    nproc: Annotated[int, typer.Option(parser=whole_number(1, 256), help="Ranks.")] = 2,
+) -> None:
+    """Try a bare backend of torch.distributed, before there is an adapter: what works, and who needs it."""
+    need("torch", "zerolap_conformance")
+    from zerolap_conformance.bare import try_backend
+
+    sys.path.insert(0, "")
+    found = try_backend(device_type, backend, module=module, num_ranks=nproc)
+    for each in found:
+        typer.echo(f"{'works' if each.error is None else 'LACKS'}  {each.what:<46} needed by {each.needed_by}")
+        if each.error is not None:
+            typer.echo(f"       {each.error}")
+    raise typer.Exit(int(any(each.error is not None for each in found)))
+
+
 def _verdict_of(path: Path) -> dict[str, Any]:
     try:
         read = json.loads(path.read_text())
