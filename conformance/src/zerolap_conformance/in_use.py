@@ -173,7 +173,25 @@ def takes_a_hundred_at_once(adapter: Adapter) -> None:
 def leaves_nothing_behind(adapter: Adapter) -> None:
     groups = [own_group(adapter) for _ in range(2)]
     _mix(adapter, groups, seed=5, number=300)
-    expect_nothing_left(adapter, lambda: _mix(adapter, groups, seed=5, number=300), "300 collectives")
+
+    def work() -> None:
+        _mix(adapter, groups, seed=5, number=260)
+        for verb in VERBS:
+            _many_at_once(adapter, groups[0], verb)
+
+    work()
+    expect_nothing_left(adapter, work, "435 collectives")
+
+
+def _many_at_once(adapter: Adapter, group: dist.ProcessGroup, verb: Verb) -> None:
+    """Small ones, and some large ones behind them."""
+    num_parts = group.size() if verb in ("reduce-scatter", "all-gather") else 1
+    under_way = []
+    for i in range(35):
+        form = Form(verb=verb, dtype=torch.float32, sizes=(20 if i < 30 else 150_000,) * num_parts, tag=i)
+        under_way.append(start(adapter, group, form, seed=i))
+    for each in under_way:
+        _arrive(each)
 
 
 @requirement(

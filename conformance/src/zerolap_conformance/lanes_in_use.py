@@ -100,12 +100,14 @@ class _OurError(Exception):
 )
 def raises_what_was_raised(adapter: Adapter) -> None:
     device = device_of(adapter)
-    for num_before, is_elsewhere in ((0, False), (1, False), (2, True), (40, False), (310, False)):
+    for num_before, is_elsewhere in ((0, False), (1, False), (2, True), (3, False), (40, False), (310, False)):
 
         def attempt(num_before: int = num_before) -> None:
             lane, other = (adapter.lane(f"conformance-{name}", device=device) for name in "ab")
             for _ in range(num_before):
                 lane.submit(lambda: None)
+            if num_before == 3:
+                time.sleep(AGE_SECONDS)
             error, done = _OurError("deliberate"), list[str]()
 
             def fail() -> None:

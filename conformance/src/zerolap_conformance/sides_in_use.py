@@ -114,6 +114,9 @@ def measures_exactly(adapter: Adapter) -> None:
     expect_nothing_left(
         adapter, lambda: _measure(adapter, [0.0] * 200 + [0.002] * 40 + [0.012] * 12 + [0.11] * 2), "measuring time"
     )
+    expect_nothing_left(
+        adapter, lambda: elsewhere(adapter, lambda: _measure(adapter, [0.0] * 100)), "measuring time on another thread"
+    )
 
 
 def _measure(adapter: Adapter, lengths: list[float]) -> None:
