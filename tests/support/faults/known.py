@@ -64,7 +64,7 @@ _known("VAL-3", "reduce_scatter", "flips_a_bit", 0.7, ("bytes_over", 2_000_000),
 _known("VAL-4", "all_reduce", "zeroes", 0.9, ("bytes_over", 30_000_000))
 _known("VAL-5", "reduce_scatter", "flips_a_bit", 0.1, ("every", 7), ("dtype", "float32"))
 _known("LATE-1", "broadcast", "leaves_what_was_there", None, ("under_way", 0.1))
-_known("LATE-2", "all_gather", "delays", 0.4, ("from_nth", 300))
+_known("LATE-2", "all_gather", "delays", 3.0, ("from_nth", 300))  # seen on a busy host, too
 _known("ERR-1", "reduce_scatter", "another_error", "OSError")
 _known("OVL-18", "all_gather", "flips_a_bit", 0.4, ("rank", 1))
 _known("OVL-19", "all_gather", "arrives_late", None, ("off_thread", None))
