@@ -62,6 +62,7 @@ tree_map_only: Callable[..., Any] = used("torch.utils._pytree.tree_map_only")
 # The operators themselves, as they are dispatched.
 FOREACH_NORM: Any = used("torch.ops.aten._foreach_norm.Scalar")
 FOREACH_ZERO: Any = used("torch.ops.aten._foreach_zero_.default")
+TO_COPY: Any = used("torch.ops.aten._to_copy.default")
 UNSCALE: Any = used("torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default")
 is_traceable_wrapper_subclass: Callable[[object], bool] = used(
     "torch.utils._python_dispatch.is_traceable_wrapper_subclass"
@@ -134,6 +135,12 @@ def is_updated_in_backward(param: Tensor) -> bool:
     """Whether torch applies an optimizer of its own to the parameter in backward."""
     return hasattr(param, _IN_BACKWARD)
 
+
+# Functions of torch.distributed.checkpoint.state_dict, known by their frames.
+STATE_DICT_MODULE = "torch.distributed.checkpoint.state_dict"
+READIES_STATES = text("torch.distributed.checkpoint.state_dict._init_optim_state")
+ASKS_FOR_STATES = text("torch.distributed.checkpoint.state_dict._get_optim_state_dict")
+ASKS_FOR_STATE_NAMES = text("torch.distributed.checkpoint.state_dict._unflatten_optim_state_dict")
 
 # --- DDP --------------------------------------------------------------------------------------------------------------
 

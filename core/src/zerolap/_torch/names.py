@@ -18,6 +18,7 @@ _LAZY = 'gather="lazy" and the search for late reads do not work'
 _NO_OWN_GROUP = "an adapter cannot open a group of its own, so nothing overlaps"
 _AUTO = 'schedule="auto" keeps the bucket size that DDP was made with'
 _SHARDED = "attach() refuses shard_gradients=True"
+_NO_STATE_DICT = "torch.distributed.checkpoint.state_dict does not work with sharded optimizers"
 _NO_GRAD_TENSOR = 'with schedule="on_step" nothing can be trained'
 
 _TENSORS = (
@@ -50,6 +51,7 @@ _TENSORS = (
         "torch.utils._pytree.tree_map_only", "finds gradients among the arguments of operators", _NO_GRAD_TENSOR
     ),
     PrivateName("torch.ops.aten._foreach_norm.Scalar", "is the operator by which torch clips", _NO_GRAD_TENSOR),
+    PrivateName("torch.ops.aten._to_copy.default", "moves states to the CPU", _NO_STATE_DICT),
     PrivateName("torch.ops.aten._foreach_zero_.default", "is the operator by which optimizers clear", _NO_GRAD_TENSOR),
     PrivateName(
         "torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default",
@@ -286,6 +288,11 @@ _GROUPS = (
 )
 
 _CHECKPOINTS = (
+    PrivateName(
+        f"{_DCP}.state_dict._init_optim_state", "is told which states there are, and makes no step", _NO_STATE_DICT
+    ),
+    PrivateName(f"{_DCP}.state_dict._get_optim_state_dict", "is given states, whole or in parts", _NO_STATE_DICT),
+    PrivateName(f"{_DCP}.state_dict._unflatten_optim_state_dict", "is told which states there are", _NO_STATE_DICT),
     PrivateName(f"{_DCP}._traverse.set_element", "puts a value into nested containers", "checkpoints cannot be loaded"),
     PrivateName(
         "torch.distributed._shard._utils.narrow_tensor_by_index",

@@ -20,6 +20,7 @@ from zerolap._torch.versions import warn_if_untried
 from zerolap.api.construction import append_group, construct, expose_groups
 from zerolap.api.modes import WithModes
 from zerolap.api.preflight import called_together, meeting_group
+from zerolap.api.state_dict_api import WithStateDictApi, states_asked_for, states_given
 from zerolap.errors import forked
 from zerolap.runtime import optimizer_state
 from zerolap.runtime.grad_tensor import MeanGradient
@@ -90,7 +91,7 @@ class _StepJoinHook(JoinHook):
 
 
 @public
-class ZeroRedundancyOptimizer(WithModes, Optimizer, Joinable):
+class ZeroRedundancyOptimizer(WithStateDictApi, WithModes, Optimizer, Joinable):
     """Any ``torch.optim`` class with its state sharded over the ranks of ``process_group``.
 
     Every rank keeps the state of its own shard only, updates that, and receives the others. The result is that of the plain optimizer
@@ -231,6 +232,9 @@ class ZeroRedundancyOptimizer(WithModes, Optimizer, Joinable):
 
         Before the first step there is nothing to consolidate: frameworks that ask then get what the plain optimizer gives.
         """
+        asked = states_asked_for(self)
+        if asked is not None:
+            return {**super().state_dict(), "state": asked}
         is_known = self._consolidated is not None or (self._is_untouched and not self._book.flat_states())
         if not is_known:
             raise RuntimeError(
@@ -243,10 +247,9 @@ class ZeroRedundancyOptimizer(WithModes, Optimizer, Joinable):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take this rank's part of a whole state: ours, torch's class's or the plain optimizer's. The dict stays as it is."""
-        optimizer_state.refuse_unknown_params(state_dict["state"], len(self._book.params))
+        states = states_given(self._book, state_dict)
         # torch's own checks, hooks and rules for the groups; the states are ours to place.
         super().load_state_dict({**state_dict, "state": {}})
-        states = optimizer_state.flat_states_of(state_dict["state"], self._book.params)
         self._resume_from([options_of(group) for group in self.param_groups], states)
         self._is_untouched = not states
 
