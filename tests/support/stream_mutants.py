@@ -21,7 +21,8 @@ from zerolap.backend.streams import StreamLane, StreamSide, _Arrived, _current
 from zerolap.runtime import engine as engine_module
 from zerolap.runtime.bucket import Bucket
 from zerolap.runtime.engine import Engine
-from zerolap.runtime.gradient_memory import FreedGradients, GradientMemory
+from zerolap.runtime.freed_gradients import FreedGradients
+from zerolap.runtime.gradient_memory import GradientMemory
 
 # --- lanes ------------------------------------------------------------------------------------------------------------
 
