@@ -129,7 +129,10 @@ class _Checker:
         storage = self.storage(self.mapping(state["storage_data"], "what is in which file"), entries)
         version = state.get("version")
         _must(version is None or type(version) is str, "its version is not text")
-        return Metadata(state_dict_metadata=entries, planner_data=paths, storage_data=storage, version=version)
+        made = Metadata(state_dict_metadata=entries, planner_data=paths, storage_data=storage)
+        if hasattr(made, "version"):  # older versions of torch know none, and need none
+            made.version = version
+        return made
 
     def path(self, name: Any, where: Any) -> tuple[str | int, ...]:
         _must(
