@@ -406,6 +406,7 @@ def test_peak_memory_is_within_one_bucket_of_the_plan(schedule: str, gather: str
     adapter = CpuGlooAdapter(shares_memory=shares_memory)
     handle = attach(ddp, zero, schedule=schedule, gather=gather, adapter=adapter)  # type: ignore[arg-type]
     for _ in range(5):
+        zero.zero_grad()
         backward(ddp, x)
         zero.step()
     handle.finish()
