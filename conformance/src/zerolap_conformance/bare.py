@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerolap import Adapter, Capabilities
+from zerolap._torch import coalescing
 from zerolap_conformance.ranks import try_ranks
 from zerolap_conformance.support import device_of, expect_equal
 
@@ -111,7 +112,7 @@ def _all_to_all(device: torch.device) -> None:
 
 def _coalesced(device: torch.device) -> None:
     tensors = [_mine(device), _mine(device, 3)]
-    with dist._coalescing_manager(device=device):  # type: ignore[attr-defined]  # torch stubs leave it out
+    with coalescing(device=device):
         for x in tensors:
             dist.all_reduce(x)
     for x in tensors:

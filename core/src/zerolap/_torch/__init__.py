@@ -47,6 +47,7 @@ __all__ = ["Backend", "BackendOptions", "GradBucket", "GroupName", "PrefixStore"
 
 # --- tensors ----------------------------------------------------------------------------------------------------------
 
+coalescing: Callable[..., AbstractContextManager[object]] = used("torch.distributed._coalescing_manager")
 foreach_copy_: Callable[[Sequence[Tensor], Sequence[Tensor]], None] = used("torch._foreach_copy_")
 foreach_zero_: Callable[[Sequence[Tensor]], None] = used("torch._foreach_zero_")
 unscale_and_find_nonfinite_: Callable[[Sequence[Tensor], Tensor, Tensor], None] = used(

@@ -285,6 +285,7 @@ _GROUPS = (
         "is the store of a group in older versions",
         "ranks cannot compare anything, so no optimizer can be made; newer ones do not need it",
     ),
+    PrivateName("torch.distributed._coalescing_manager", "joins collectives", "conformance cannot try that"),
 )
 
 _CHECKPOINTS = (
