@@ -212,11 +212,11 @@ class GathersBeforeTheStep(Mutant):
 class DoesNotWaitForGathers(Mutant):
     """Says that parameters are back when they are on their way."""
 
-    target = Engine
-
-    def _finish_gathers(self: Any) -> None:
-        for bucket in self.installed:
-            bucket.forget_gather()
+    def wait(self: Any, param: Tensor | None = None, *, is_lane: bool = False) -> None:
+        if is_lane:
+            self.forget_gather()
+        else:
+            WAIT(self, param)
 
 
 class ParametersAreUsedTooEarly(Mutant):

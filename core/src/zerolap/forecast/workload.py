@@ -133,6 +133,7 @@ class _Owners(NamedTuple):
 
     buckets: list[Sections]
     balance: Balance
+    load_of: dict[int, Load]  # by parameter
 
 
 @lru_cache(maxsize=4)
@@ -154,7 +155,7 @@ def _owners_of(workload: Workload, world_size: int) -> _Owners:
 
     buckets = [Sections(tuple(sections(slots))) for slots in workload.layout]
     held = rank_loads(loads, owners, world_size=world_size)
-    return _Owners(buckets, Balance.of(held) if loads else Balance(1.0, 1.0))
+    return _Owners(buckets, Balance.of(held) if loads else Balance(1.0, 1.0), dict(zip(whole, loads, strict=True)))
 
 
 def balance_of(workload: Workload, world_size: int) -> Balance:
@@ -184,9 +185,9 @@ def traffic_of(workload: Workload, world_size: int) -> list[Traffic]:
                 updated += largest
                 moved += max(total - smallest, largest * (world_size - 1))
             else:
-                loads = [params[index].load for index in section.order()]
-                updated += owners.balance.work * sum(load.work for load in loads) / COST_PER_ELEMENT / world_size
-                share = owners.balance.state * sum(load.num_bytes for load in loads) / itemsize / world_size
+                num_bytes, work = map(sum, zip(*(owners.load_of[index] for index in section.order()), strict=True))
+                updated += owners.balance.work * work / COST_PER_ELEMENT / world_size
+                share = owners.balance.state * num_bytes / itemsize / world_size
                 moved += share * (world_size - 1)
         reduced_as = _bytes_each(workload.wire.reduces_in, workload.reduce_itemsize, itemsize)
         gathered_as = _bytes_each(workload.wire.gathers_in, workload.gather_itemsize, itemsize)
