@@ -100,7 +100,7 @@ def test_new_adapter_writes_what_vendors_md_shows(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     page = (ROOT / "VENDORS.md").read_text()
     for kind, name in (("toml", "pyproject.toml"), ("python", "src/zerolap_acme/__init__.py")):
-        (shown,) = re.findall(rf"```{kind}\n(.*?)```", page, re.DOTALL)
+        shown, *_ = re.findall(rf"```{kind}\n(.*?)```", page, re.DOTALL)
         assert (tmp_path / "zerolap-acme" / name).read_text() == shown
 
 
