@@ -26,8 +26,7 @@ from zerolap.api.preflight import called_together, several, unwrapped
 from zerolap.api.tuner import Tuner, compiled_parts
 from zerolap.backend.base import Adapter
 from zerolap.runtime.books import Books
-from zerolap.runtime.ddp_hook import DDPHook
-from zerolap.runtime.engine import Engine
+from zerolap.runtime.engine import DDPHook, Engine
 from zerolap.runtime.exchange_strategies import ReduceScatter
 from zerolap.runtime.optimizer_facts import Factory, exact_cuts, fused_is_same, is_elementwise
 from zerolap.runtime.param_groups import options_of, params_of

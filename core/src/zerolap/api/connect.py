@@ -30,9 +30,9 @@ from zerolap.backend.base import Adapter
 from zerolap.backend.order_check import debug_modes, with_checked_order
 from zerolap.backend.registry import resolve_adapter
 from zerolap.runtime.books import Books
+from zerolap.runtime.bucket import Update
 from zerolap.runtime.common import Common, Hook
-from zerolap.runtime.ddp_hook import DDPHook, agreement_of
-from zerolap.runtime.engine import Engine
+from zerolap.runtime.engine import DDPHook, Engine, agreement_of
 from zerolap.runtime.exchange_strategies import ExchangeStrategy
 from zerolap.runtime.failures import Failures
 from zerolap.runtime.gradient_memory import GradientMemory
@@ -40,7 +40,6 @@ from zerolap.runtime.optimizer_description import compare_between_ranks
 from zerolap.runtime.optimizer_facts import refuse_immovable
 from zerolap.runtime.peers import all_gather_json, forget_keys, refuse_together
 from zerolap.runtime.probe import Probe
-from zerolap.runtime.update import Update
 from zerolap.schedule.machine import Agreement, Gather, Machine, Schedule
 
 T = TypeVar("T")

@@ -22,7 +22,7 @@ from zerolap.backend.base import Adapter
 from zerolap.backend.lanes import Waiter
 from zerolap.runtime.books import Books
 from zerolap.runtime.common import Hook
-from zerolap.runtime.ddp_hook import DDPHook
+from zerolap.runtime.engine import DDPHook
 from zerolap.runtime.exchange_strategies import WrappedHook
 from zerolap.schedule.machine import Schedule
 from zerolap.schedule.ownership import Policy

@@ -90,6 +90,11 @@ class StepCalls(dict[int, bool]):
     def are_all(self) -> bool:
         return len(self) == self._num_optimizers
 
+    def next_left_out(self, nonfinite: set[int]) -> int | None:
+        """One that will not be told, where all that are missing have gradients that are not finite; None if others are waited for."""
+        missing = [number for number in range(self._num_optimizers) if number not in self]
+        return missing[0] if self and missing and nonfinite.issuperset(missing) else None
+
     def take(self) -> list[bool]:
         """Which of all optimizers are left out; then none was told to step."""
         left_out = [self[number] for number in range(self._num_optimizers)]

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,24 +19,108 @@ from torch.autograd.graph import increment_version
 from zerolap._torch import GradBucket, is_profiling
 from zerolap.backend.lanes import Pending, Waiter
 from zerolap.errors import CollectiveError, ZerolapError, forked
+from zerolap.runtime.books import Books
 from zerolap.runtime.common import Common
 from zerolap.runtime.flat_buffer import FlatBuffer, Marks, Sealed
 from zerolap.runtime.freed_gradients import FreedGradients
-from zerolap.runtime.shard_optimizer import Shard
-from zerolap.runtime.update import Update
+from zerolap.runtime.param_groups import NOT_OPTIONS, Options
+from zerolap.runtime.shard_optimizer import LocalOptimizer, Shard, ShardBook, used_params
+from zerolap.runtime.state_pieces import OwnPiece
 from zerolap.schedule.ownership import BucketOwners, Sections, Slot
 
 
-class OwnPiece(NamedTuple):
-    """Elements of one parameter whose mean gradient this rank has."""
+class OptimizerUpdate:
+    """What the buckets of one update share of one optimizer. Each sees the same options, even if the optimizer changes them in its step."""
 
-    place: int  # of the parameter in the bucket
-    start: int
-    stop: int
-    offset: int  # in this rank's part of the bucket
+    def __init__(self, book: ShardBook) -> None:
+        self._book = book
+        self.options: list[Options] | None = None  # None until the update begins
+        self.divisor: Tensor | None = None  # of the gradients, where the optimizer applies it
+        self.last: LocalOptimizer | None = None  # that was stepped, in this update or an earlier one
+        self.is_left_out = False  # of this update, which is only of other optimizers
+        self._has_stepped = False
 
-    def view_of(self, memory: Tensor) -> Tensor:
-        return memory[self.offset : self.offset + self.stop - self.start]
+    def begin(self) -> None:
+        """Take the options as they are now; before the first step."""
+        self.options = [
+            {key: value for key, value in dict.items(group) if key not in NOT_OPTIONS}
+            for group in self._book.read_groups()
+        ]
+
+    def step(self, local: LocalOptimizer) -> None:
+        """Step one shard's optimizer with the options of this update."""
+        if self.is_left_out:
+            return
+        assert self.options is not None, "an update is begun before its first step"
+        for mine, given in zip(local.optimizer.param_groups, self.options, strict=True):
+            mine.update(given)
+        pre_hooks, post_hooks = local.own_hooks
+        if self.divisor is None and not (pre_hooks or post_hooks or local.has_masters):
+            local.bare_step()
+        else:
+            local.step(self.divisor)
+        self.last, self._has_stepped = local, True
+
+    def finish(self) -> None:
+        """Show in the exposed groups what the optimizer itself has changed or added, as a plain one does."""
+        if not self._has_stepped:
+            self.step(self._book.locals[0])  # nothing here is ours: step over nothing, so that counters go on
+        if self._has_stepped:
+            assert self.options is not None
+            assert self.last is not None
+            stepped = self.last.optimizer.param_groups
+            for exposed, before, after in zip(self._book.read_groups(), self.options, stepped, strict=True):
+                exposed.update(
+                    (key, value)
+                    for key, value in after.items()
+                    if key not in NOT_OPTIONS and before.get(key, self) is not value
+                )
+        self.options = self.divisor = None
+        self._has_stepped = self.is_left_out = False
+
+
+class Update:
+    """What the buckets of one update share."""
+
+    def __init__(self, books: Books) -> None:
+        self.of = [OptimizerUpdate(book) for book in books.books]  # by optimizer
+        self.check: Callable[[], None] | None = None  # called before the first bucket is stepped, on all ranks
+        self.norms: list[Tensor] = []  # of the mean gradients that were used, shard by shard, if they are tracked
+        self._has_begun = False
+
+    def forget(self) -> None:
+        """What was begun for an update that is not made."""
+        for each in self.of:
+            each.options = each.divisor = None
+
+    def leave_out(self, left_out: Sequence[bool]) -> None:
+        """Which optimizers do not step in this update."""
+        for each, is_left_out in zip(self.of, left_out, strict=True):
+            each.is_left_out = is_left_out
+
+    def begin(self) -> None:
+        """Before the first bucket of an update is stepped."""
+        if self._has_begun:
+            return
+        if self.check is not None:
+            self.check()
+        self._has_begun = True
+        self.norms = []
+        for each in self.of:
+            if each.options is None:
+                each.begin()
+
+    def step(self, shard: Shard) -> None:
+        """Step one bucket's shard."""
+        for number, local in shard.locals.items():
+            self.of[number].step(local)
+
+    def finish(self) -> None:
+        """All buckets were stepped."""
+        self.begin()  # if there was none
+        for each in self.of:
+            each.finish()
+        self._has_begun = False
 
 
 @dataclass(slots=True, eq=False)
@@ -205,7 +288,7 @@ class Bucket:
         start = perf_counter()
         if self.freed is not None:
             self.freed.before_step()
-        used = _used_now(self) if self.wanted is not None else self.agreed
+        used = self.agreed if self.wanted is None else used_params(self.agreed, self.wanted)
         if self.reduced is not shard.grads_of or used is not None or shard.used is not None:
             shard.set_grads(self.reduced, used)
         if common.tracks_norm:
@@ -291,14 +374,6 @@ class Bucket:
         """Everybody has waited for it."""
         self.common.in_flight.pop(self.index, None)  # first: once it is None the lane may start the next one
         self.gathering = None
-
-
-def _used_now(bucket: Bucket) -> list[bool] | None:
-    """Which parameters this update uses, where some gradients were removed or set before step()."""
-    agreed, wanted = bucket.agreed or [True] * len(bucket.params), bucket.wanted or ()
-    used = [by_ranks if by_user is None else by_user for by_ranks, by_user in zip(agreed, wanted, strict=True)]
-    bucket.wanted = None
-    return None if all(used) else used
 
 
 def _refuse_early_writes(bucket: Bucket) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from torch.futures import Future
 from zerolap._torch import GradBucket
 from zerolap.backend.base import Adapter
 from zerolap.backend.lanes import Lane, Pending, Side, forget_locals
-from zerolap.errors import ZerolapError
+from zerolap.errors import CollectiveError, ZerolapError
 from zerolap.runtime.failures import Failures
 from zerolap.runtime.gradient_memory import GradientMemory
 from zerolap.runtime.probe import IN_CHECK, Probe
@@ -121,3 +122,16 @@ class Observer:
     def may_update(self) -> bool:
         """Whether step(), which is about to update, shall; on the training thread."""
         return True
+
+
+def let_end(in_flight: dict[int, Pending], group: dist.ProcessGroup) -> None:
+    """An engine was dropped, which does not wait: what it still sends goes on, or other ranks would wait for it in vain."""
+
+    def wait(gathers: list[Pending], group: dist.ProcessGroup) -> None:
+        with suppress(CollectiveError):  # there is nobody left to tell
+            for pending in gathers:
+                pending.wait()
+
+    if in_flight:
+        args = (list(in_flight.values()), group)
+        threading.Thread(target=wait, args=args, name="zerolap-last-gathers", daemon=True).start()

@@ -7,36 +7,31 @@ DDP, which waits for them at the end of backward. What fails is kept until then:
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from time import perf_counter
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from zerolap._torch import GradBucket, current_graph_task_id, is_profiling, join_config_of
-from zerolap.backend.lanes import Pending, forget_frames
+from zerolap.backend.lanes import forget_frames
 from zerolap.errors import CollectiveError, IllegalEventError, ZerolapError
 from zerolap.runtime.books import Books, StepCalls
-from zerolap.runtime.bucket import Bucket
+from zerolap.runtime.bucket import Bucket, Update
 from zerolap.runtime.checks import BackwardEnd, Rereads, Thawed, refuse_join
-from zerolap.runtime.common import Common, Observer
-from zerolap.runtime.ddp_hook import agreement_of
-from zerolap.runtime.exchange_strategies import ExchangeStrategy
-from zerolap.runtime.gradient_memory import GradientMemory
-from zerolap.runtime.migration import migrate
+from zerolap.runtime.common import Common, Observer, let_end
+from zerolap.runtime.exchange_strategies import ExchangeStrategy, for_views
+from zerolap.runtime.migration import install_layout
 from zerolap.runtime.probe import IN_STEP, MOST_UPDATES, Times
 from zerolap.runtime.recording import Recording
 from zerolap.runtime.reduced_gradients import ReducedGradients
 from zerolap.runtime.shown_gradients import ShownGradients
-from zerolap.runtime.update import Update
-from zerolap.schedule.machine import AT_ONCE, Action, Gather, Machine, Phase, Schedule, Verb
+from zerolap.schedule.machine import AT_ONCE, Action, Agreement, Gather, Machine, Phase, Schedule, Verb
 from zerolap.schedule.ownership import early_buckets
 
 
@@ -68,8 +63,7 @@ class Engine:
         self._agreement = agreement_of(ddp)
         self._on_update = on_update
         self.shown = ShownGradients(books, ddp=ddp, common=common, update=update)
-        me = weakref.ref(self)
-        self.shown.on_nonfinite = lambda: None if (engine := me()) is None else _leave_out_nonfinite(engine)
+        self.shown.on_nonfinite = partial(_leave_out_nonfinite, weakref.ref(self))
         self._end = BackwardEnd(common, machine, self.shown)
         self._thawed = Thawed()
         self._rereads = Rereads(ddp.module, common=common, machine=machine)
@@ -83,7 +77,7 @@ class Engine:
             books, common=common, update=update, machine=machine, buckets=self.at_hand, shown=self.shown
         )
         self._calls = StepCalls(books.num_optimizers)
-        self._end_later = weakref.finalize(self, _let_end, common.in_flight, common.group)
+        self._end_later = weakref.finalize(self, let_end, common.in_flight, common.group)
         self._end_later.atexit = False
         if common.adapter.capabilities.futures_complete_at_enqueue:
             self._end_later.detach()  # the device ends what it was given
@@ -133,10 +127,7 @@ class Engine:
                 self._end.gradients.refuse_changes(number, self.books.num_optimizers)
             if machine.phase is Phase.REDUCED:
                 is_dropped = self.gradients.of(number).are_dropped
-                if is_dropped:
-                    self.shown.refuse_late(number)
-                else:
-                    self.shown.take(number, is_step=True)
+                self.shown.take(number, is_step=True, is_dropped=is_dropped)
                 self._note_step(number, is_left_out=is_dropped)
         except IllegalEventError as error:
             self._fail(error, "step() after a backward that did not finish")
@@ -152,7 +143,7 @@ class Engine:
             self._calls[number] = is_left_out
             self.update.of[number].begin()  # with its options as they are now
         if not self._calls.are_all:
-            _leave_out_nonfinite(self)
+            _leave_out_nonfinite(weakref.ref(self))
             return
         left_out = self._calls.take()
         if all(left_out) or not all(each.may_update() for each in self.observers):
@@ -240,7 +231,11 @@ class Engine:
                     self.probe.trace.mark("ready", index)
                 if bucket.scatter is None and self.common.hook is None:
                     self.strategy.prepare_reduce(bucket)
-                self.shown.before_reduce(bucket, is_joined=current_graph_task_id() == -1)
+                is_joined = current_graph_task_id() == -1
+                if self.shown.is_added_to or (
+                    (is_joined or bucket.freed) and self.machine.schedule is Schedule.ON_STEP
+                ):
+                    self.shown.before_reduce(bucket, is_joined=is_joined)
                 bucket.start_reduce(given, self.default_state if state is None else state)
             elif verb is Verb.RECORD:
                 if index == 0:
@@ -287,7 +282,7 @@ class Engine:
             self.probe.note_lane(self.probe.trace)
         gradients, bucket.gradients = bucket.gradients, None
         if self.common.gradient_memory is not None:
-            return _for_views(bucket, self.common.gradient_memory)
+            return for_views(bucket, self.common.gradient_memory)
         return bucket.buffer if gradients is None else gradients
 
 
@@ -301,17 +296,18 @@ def _finish_gathers(engine: Engine) -> None:
 def _finish_update(engine: Engine) -> None:
     engine.update.finish()
     while engine.at_hand:
-        engine.at_hand.pop().reduced = None  # which may be memory of a hook's own
+        bucket = engine.at_hand.pop()
+        bucket.reduced = bucket.wanted = None  # which may be memory of a hook's own
     engine.probe.num_updates += 1
     for note in filter(None, (each() for each in engine._on_update)):  # of optimizers that are alive
         note()
 
 
-def _leave_out_nonfinite(engine: Engine) -> None:
+def _leave_out_nonfinite(found: weakref.ref[Engine]) -> None:
     """A loss scaler calls no step() of an optimizer whose gradients are not finite: others shall not wait for that."""
-    missing = [number for number in range(engine.books.num_optimizers) if number not in engine._calls]
-    if engine._calls and missing and engine.shown.nonfinite.issuperset(missing):
-        engine._note_step(missing[0], is_left_out=True)  # and then the next one
+    engine = found()
+    if engine is not None and (number := engine._calls.next_left_out(engine.shown.nonfinite)) is not None:
+        engine._note_step(number, is_left_out=True)  # and then the next one
 
 
 def _limit_memory(engine: Engine, bucket: Bucket) -> None:
@@ -326,14 +322,7 @@ def _limit_memory(engine: Engine, bucket: Bucket) -> None:
 
 def _migrate(engine: Engine) -> None:
     _finish_gathers(engine)
-    for bucket in engine.installed:
-        bucket.uninstall()
-    engine.installed[:] = engine.at_hand
-    older = [each.last for each in engine.update.of]
-    migrate(engine.books, engine.installed, common=engine.common, strategy=engine.strategy, older=older)
-    engine.bucket_of.clear()
-    engine.bucket_of.update((param, bucket) for bucket in engine.installed for param in bucket.params)
-    engine.gradients.carry_over(engine.bucket_of)
+    install_layout(engine)
 
 
 # Every verb that is not done at once: of a bucket, or of all of them.
@@ -368,21 +357,37 @@ def _do(engine: Engine, actions: Sequence[Action]) -> None:
             raise ZerolapError(f"{where}: {type(error).__name__}: {error}") from error
 
 
-def _for_views(bucket: Bucket, memory: GradientMemory) -> Tensor:
-    """What DDP makes views of, and nobody reads, where whole gradients are freed."""
-    if bucket.common.failures.first is not None:
-        memory.failed()
-    return memory.readable(bucket.buffer) if bucket.flat is None else bucket.flat.buffer
+def agreement_of(ddp: DistributedDataParallel) -> Agreement:
+    """How often ranks must agree on which parameters were used."""
+    if ddp.static_graph:
+        return Agreement.PER_LAYOUT
+    return Agreement.ALWAYS if ddp.find_unused_parameters else Agreement.NEVER
 
 
-def _let_end(in_flight: dict[int, Pending], group: dist.ProcessGroup) -> None:
-    """An engine was dropped, which does not wait: what it still sends goes on, or other ranks would wait for it in vain."""
+class DDPHook:
+    """What DDP calls for every bucket. It takes one for its whole life, so this one can be switched off: then it averages as DDP does.
 
-    def wait(gathers: list[Pending], group: dist.ProcessGroup) -> None:
-        with suppress(CollectiveError):  # there is nobody left to tell
-            for pending in gathers:
-                pending.wait()
+    A copy of DDP, or one from a file, has one that is off.
+    """
 
-    if in_flight:
-        args = (list(in_flight.values()), group)
-        threading.Thread(target=wait, args=args, name="zerolap-last-gathers", daemon=True).start()
+    def __init__(self, group: Any = None, name: str = "zerolap") -> None:
+        self._group = group
+        self.__name__ = self.__qualname__ = name  # DDP notes it
+        self.engine: Engine | None = None
+        # Optimizers keep the engine, and not the other way round; who has the hook may have dropped the optimizers themselves.
+        self.optimizers: object = None
+
+    def __call__(self, state: object, bucket: GradBucket) -> Future[Tensor]:
+        if self.engine is None:
+            return allreduce_hook(self._group, bucket)
+        return self.engine.on_bucket(state, bucket)
+
+    def turn_off(self) -> None:
+        self.engine = self.optimizers = None
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return (DDPHook, ())
+
+
+# DDP compares annotations, and in this file they are strings.
+vars(DDPHook)["__call__"].__annotations__ = {"bucket": GradBucket, "return": Future[Tensor]}

@@ -18,12 +18,13 @@ from zerolap.backend.base import Adapter
 from zerolap.backend.lanes import Pending, start_all
 from zerolap.backend.parts import Parts
 from zerolap.runtime.books import Books
-from zerolap.runtime.bucket import Bucket, OwnPiece
+from zerolap.runtime.bucket import Bucket
+from zerolap.runtime.gradient_memory import GradientMemory
 from zerolap.runtime.precision import Precision
 from zerolap.runtime.quantised_exchange import Masters
 from zerolap.runtime.rounding import Rounding
 from zerolap.runtime.shard_optimizer import GradSlot, Shard, stand_in_for
-from zerolap.runtime.state_pieces import strides_in_bucket
+from zerolap.runtime.state_pieces import OwnPiece, strides_in_bucket
 from zerolap.schedule.balance import assign_whole
 from zerolap.schedule.ownership import (
     ByRank,
@@ -340,3 +341,10 @@ def _cutting(memory: Tensor, runs: Sequence[Sequence[tuple[int, int]]]) -> Calla
 
 def _copy(to: Tensor, source: Tensor) -> None:
     to.copy_(source)
+
+
+def for_views(bucket: Bucket, memory: GradientMemory) -> Tensor:
+    """What DDP makes views of, and nobody reads, where whole gradients are freed."""
+    if bucket.common.failures.first is not None:
+        memory.failed()
+    return memory.readable(bucket.buffer) if bucket.flat is None else bucket.flat.buffer

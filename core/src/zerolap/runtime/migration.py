@@ -6,14 +6,17 @@ Some buckets at a time, for what moves is held twice while it does.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch.distributed as dist
+from torch import Tensor
 
 from zerolap.backend.base import Adapter
 from zerolap.runtime.books import Books
-from zerolap.runtime.bucket import Bucket
+from zerolap.runtime.bucket import Bucket, Update
 from zerolap.runtime.common import Common
 from zerolap.runtime.exchange_strategies import ExchangeStrategy
+from zerolap.runtime.reduced_gradients import ReducedGradients
 from zerolap.runtime.shard_optimizer import LocalOptimizer, stand_in_for
 from zerolap.runtime.state_pieces import by_param
 from zerolap.runtime.state_transfer import move_states
@@ -23,6 +26,31 @@ from zerolap.schedule.ownership import GroupRank, Piece
 # shall not be more than so many rounds in all, nor for less than so much.
 _MOST_ROUNDS = 256
 _LEAST_MOVED_BYTES = 2 * 2**20
+
+
+class HasLayout(Protocol):
+    """An engine."""
+
+    books: Books
+    common: Common
+    strategy: ExchangeStrategy
+    update: Update
+    gradients: ReducedGradients
+    at_hand: list[Bucket]
+    installed: list[Bucket]
+    bucket_of: dict[Tensor, Bucket]
+
+
+def install_layout(engine: HasLayout) -> None:
+    """Put the buckets at hand, whose owners are assigned, in the place of those that are installed."""
+    for bucket in engine.installed:
+        bucket.uninstall()
+    engine.installed[:] = engine.at_hand
+    older = [each.last for each in engine.update.of]
+    migrate(engine.books, engine.installed, common=engine.common, strategy=engine.strategy, older=older)
+    engine.bucket_of.clear()
+    engine.bucket_of.update((param, bucket) for bucket in engine.installed for param in bucket.params)
+    engine.gradients.carry_over(engine.bucket_of)
 
 
 def migrate(

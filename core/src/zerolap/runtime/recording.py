@@ -9,9 +9,8 @@ from torch import Tensor
 
 from zerolap._torch import GradBucket
 from zerolap.runtime.books import Books
-from zerolap.runtime.bucket import Bucket
+from zerolap.runtime.bucket import Bucket, Update
 from zerolap.runtime.common import Common
-from zerolap.runtime.update import Update
 
 _NO_BUFFER = torch.empty(0)  # that is no bucket's
 

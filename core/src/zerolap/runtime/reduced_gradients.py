@@ -16,11 +16,10 @@ from torch import Tensor
 
 from zerolap._torch import unscale_and_find_nonfinite_
 from zerolap.runtime.books import Books
-from zerolap.runtime.bucket import Bucket
+from zerolap.runtime.bucket import Bucket, Update
 from zerolap.runtime.common import Common
 from zerolap.runtime.shown_gradients import ShownGradients
 from zerolap.runtime.state_pieces import strides_in_bucket
-from zerolap.runtime.update import Update
 from zerolap.schedule.machine import Machine, Phase, Schedule
 
 SEARCH = "search for gradients that are not finite"

@@ -251,6 +251,13 @@ class Shard:
         self.grads_of, self.used = reduced, used
 
 
+def used_params(agreed: Sequence[bool] | None, wanted: Sequence[bool | None]) -> list[bool] | None:
+    """Which parameters of a bucket an update uses, where some gradients were removed or set before step(); None for all."""
+    by_ranks = agreed or [True] * len(wanted)
+    used = [ranks if user is None else user for ranks, user in zip(by_ranks, wanted, strict=True)]
+    return None if all(used) else used
+
+
 def stand_in_for(param: Tensor, memory: Tensor | None = None) -> Tensor:
     """A leaf over the same memory, or a part of it, that an optimizer cannot tell from ``param``."""
     memory = param.detach() if memory is None else memory

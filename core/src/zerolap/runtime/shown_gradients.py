@@ -10,22 +10,21 @@ from __future__ import annotations
 import math
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from zerolap._torch import current_graph_task_id, join_config_of
+from zerolap._torch import current_graph_task_id, join_config_of, make_wrapper_subclass
 from zerolap.errors import ZerolapError
 from zerolap.runtime.books import Books
-from zerolap.runtime.bucket import Bucket
+from zerolap.runtime.bucket import Bucket, Update
 from zerolap.runtime.common import Common
 from zerolap.runtime.grad_part import Part, Slot
 from zerolap.runtime.grad_tensor import MeanGradient
 from zerolap.runtime.state_pieces import strides_in_bucket
-from zerolap.runtime.update import Update
 
 
 class ShownGradients:
@@ -43,7 +42,7 @@ class ShownGradients:
         self._known_norms: tuple[object, Tensor] = None, torch.empty(0)
         self._places = torch.empty(0, dtype=torch.int64)  # the slots' indices, for each range
         self._is_freed = False
-        self._is_added_to = False  # by the backward at hand
+        self.is_added_to = False  # by the backward at hand
         self.nonfinite: set[int] = (
             set()
         )  # optimizers of whose gradients a loss scaler has found some that are not finite
@@ -75,14 +74,18 @@ class ShownGradients:
     def show(self) -> None:
         """Backward has ended, and the means are there."""
         self._backward = self._common.probe.num_backwards
-        self._is_freed = self._is_added_to = False
+        self._is_freed = self.is_added_to = False
         self._num_changes += 1
         self._parts, self.left = {}, {}
         me = weakref.ref(self)
         for bucket, _, param, slot in self._slots:
             if bucket.reduced is not None and (param.grad is not None or bucket.freed is not None):
                 part = self._parts[param] = Part(me, self._backward, slot, bucket.reduced)
-                param.grad = MeanGradient(part)
+                # Not by its constructor: a call for every parameter of every backward would show.
+                grad = make_wrapper_subclass(
+                    MeanGradient, slot.shape, strides=slot.strides, dtype=slot.dtype, device=bucket.reduced.device
+                )
+                grad.part, param.grad = part, grad
 
     def before_reduce(self, bucket: Bucket, *, is_joined: bool) -> None:
         """DDP has taken what is new of a bucket's gradients: keep what was there before, for it is added to. On backward's thread."""
@@ -93,7 +96,7 @@ class ShownGradients:
             bucket.carried = None if freed is not None or bucket.reduced is None else bucket.reduced.clone()
             return
         is_unused = freed is not None and freed.is_unused
-        if not (self._is_added_to or is_unused):
+        if not (self.is_added_to or is_unused):
             return
         carried: list[tuple[Tensor, Part]] = []
         others: list[tuple[Tensor, Part]] = []
@@ -117,8 +120,10 @@ class ShownGradients:
 
     # --- at step() ----------------------------------------------------------------------------------------------------
 
-    def take(self, number: int | None = None, *, is_step: bool = False) -> None:
-        """What ``.grad`` holds, of one optimizer or of all, is what shall be used."""
+    def take(self, number: int | None = None, *, is_step: bool = False, is_dropped: bool = False) -> None:
+        """What ``.grad`` holds, of one optimizer or of all, is what shall be used; nothing, if it was dropped."""
+        if is_dropped:
+            self._refuse_late(number)
         if self._backward != self._common.probe.num_backwards or self._is_freed:
             return  # they were never shown, as on a rank that has joined, or are gone
         for bucket, place, param, slot in self._slots:
@@ -154,7 +159,7 @@ class ShownGradients:
                 "ranks; make the last backward before step() one that is not under no_sync()"
             )
 
-    def refuse_late(self, number: int) -> None:
+    def _refuse_late(self, number: int | None) -> None:
         """Gradients of an optimizer were cleared and freed: what was set since then cannot be used."""
         for _, _, param, slot in self._slots:
             if slot.optimizer == number and param.grad is not None:
@@ -207,7 +212,7 @@ class ShownGradients:
         self._num_changes += 1
 
     def note_added(self) -> None:
-        self._is_added_to = True
+        self.is_added_to = True
 
     def collect(self, part: Part) -> Tensor:
         if current_graph_task_id() != -1:
@@ -238,7 +243,7 @@ class ShownGradients:
         dtype = self._common.norm_dtype
         num_slots = len(self._slots)
         device, is_extreme = self._books.device, math.isinf(order)
-        own = list(self._own_norms(order, dtype))
+        own = list(_own_norms(self._slots, self._parts, order, dtype))
         sign = -1 if order == -math.inf else 1
         totals = torch.full((num_slots,), -math.inf if is_extreme else 0.0, dtype=dtype, device=device)
         if own:
@@ -263,15 +268,6 @@ class ShownGradients:
             return sign * totals
         return totals if order == 0 else totals ** (1 / order)
 
-    def _own_norms(self, order: float, dtype: torch.dtype) -> Iterator[Tensor]:
-        for _, _, param, slot in self._slots:
-            part = self._parts.get(param)
-            for each in slot.ranges:
-                if part is None:  # it has no gradient, and nobody asks for its norm
-                    yield torch.zeros((), dtype=dtype, device=self._books.device)
-                else:
-                    yield torch.linalg.vector_norm(each.view_of(part.memory), order, dtype=dtype)
-
     def _over_all_ranks(self, value: Tensor, op: dist.ReduceOp.RedOpType, what: str) -> Tensor:
         if self._common.is_alone:
             return value
@@ -280,3 +276,16 @@ class ShownGradients:
 
 def _nothing() -> None:
     pass
+
+
+def _own_norms(
+    slots: Sequence[tuple[Bucket, int, Tensor, Slot]], parts: Mapping[Tensor, Part], order: float, dtype: torch.dtype
+) -> Iterator[Tensor]:
+    """Of this rank's ranges, one by one."""
+    for _, _, param, slot in slots:
+        part = parts.get(param)
+        for each in slot.ranges:
+            if part is None:  # it has no gradient, and nobody asks for its norm
+                yield torch.zeros((), dtype=dtype, device=param.device)
+            else:
+                yield torch.linalg.vector_norm(each.view_of(part.memory), order, dtype=dtype)

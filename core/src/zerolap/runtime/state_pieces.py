@@ -8,7 +8,7 @@ taken as they are.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,18 @@ from zerolap.runtime.wrapped_tensors import is_wrapped, take_apart
 from zerolap.schedule.ownership import Piece
 
 State = dict[str, Any]  # one parameter's optimizer state, as torch.optim keeps it
+
+
+class OwnPiece(NamedTuple):
+    """Elements of one parameter whose mean gradient this rank has."""
+
+    place: int  # of the parameter in the bucket
+    start: int
+    stop: int
+    offset: int  # in this rank's part of the bucket
+
+    def view_of(self, memory: Tensor) -> Tensor:
+        return memory[self.offset : self.offset + self.stop - self.start]
 
 
 def strides_in_bucket(param: Tensor) -> tuple[int, ...]:
