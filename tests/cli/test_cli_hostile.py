@@ -27,6 +27,7 @@ from zerolap.checkpoint.reader import digest_of
 from zerolap.cli.app import app
 from zerolap.observe.timeline import write
 from zerolap.untrusted.files import printable, written_whole
+from zerolap_conformance import bare, cuts
 
 HOSTILE = "\x1b[2Jgone\x1b]0;owned\x07\x9b31m\u202ereversed\u2066\r\x08\ud800"  # clears, renames, colours, reorders, overwrites
 
@@ -58,6 +59,9 @@ NEEDS: dict[str, list[str]] = {
     "--tokens": ["--world-size", "2", "--params", "1e6", *LINK, "--flops", "1T"],
     "--batch": ["--world-size", "2", "--model", "torch.nn:Identity", *LINK, "--calibrate"],
     "conformance": ["--adapter", "cpu_gloo", "--tier", "0"],
+    "compare": ["{verdict}", "{verdict}"],
+    "exact-cut": ["--adapter", "cpu_gloo"],
+    "backend": ["--device-type", "cpu", "--backend", "gloo"],
     "new-adapter": ["acme", "--folder", "made"],
     "trace": ["{trace}"],
     "inspect": ["{checkpoint}"],
@@ -69,8 +73,9 @@ OPENED = ["{folder}", "{zero}", "{null}", "{pipe}", "{gone}", "/dev/null/x", "{u
 
 def _commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     children = getattr(command, "commands", None)
-    if children is None:
+    if children is None or (path and command.params):
         yield path, command
+    if children is None:
         return
     for name, child in children.items():
         yield from _commands(child, (*path, name))
@@ -127,6 +132,8 @@ def _sweep(folder: Path) -> None:
     os.chdir(folder)
     places = _places(folder)
     pytest.main = lambda *_, **__: 0  # type: ignore[assignment]
+    bare.try_backend = lambda *_, **__: []
+    cuts.smallest_cut = lambda *_: 1
     subprocess.run = lambda *_, **__: subprocess.CompletedProcess([], 0)  # type: ignore[assignment]
 
     def late(*_: object) -> None:
@@ -160,7 +167,8 @@ def _places(folder: Path) -> dict[str, str]:
     for trace in run_of(2, 3, 2):
         write(trace, "trace")
     checkpoint = convert.from_file("one.pt", "run")
-    names = {"trace": "trace", "checkpoint": str(checkpoint), "folder": "trace", "pipe": "pipe", "gone": "gone", "unreadable": "unreadable", "zero": "zero", "null": "null"}  # fmt: skip
+    Path("verdict").write_text(json.dumps({"schema": 1, "requirements": []}))
+    names = {"verdict": "verdict", "trace": "trace", "checkpoint": str(checkpoint), "folder": "trace", "pipe": "pipe", "gone": "gone", "unreadable": "unreadable", "zero": "zero", "null": "null"}  # fmt: skip
     return {f"{{{name}}}": place for name, place in names.items()}
 
 

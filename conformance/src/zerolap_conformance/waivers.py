@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import datetime
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from zerolap.untrusted.files import read_json
 from zerolap_conformance.run import Result
 
 
@@ -22,7 +22,7 @@ class Waiver:
 def read(path: Path, *, known: Iterable[str]) -> dict[str, Waiver]:
     """The waivers of a file, by requirement: ``{"COL-4": {"reason": "...", "until": "2027-01-31"}}``; ValueError if it is not one."""
     try:
-        entries = json.loads(path.read_text())
+        entries = read_json(path, largest=2**20, follows_links=True)
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read as waivers: {error}") from error
     if not isinstance(entries, dict):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import sys
 import tempfile
@@ -14,6 +13,9 @@ import typer
 
 from zerolap.cli.console import AsJson, exit_code, fail, fails_plainly, need
 from zerolap.cli.numbers import whole_number
+from zerolap.untrusted.files import printable, read_json
+
+_LARGEST_VERDICT = 2**24
 
 
 @fails_plainly
@@ -83,8 +85,12 @@ def compare(
     need("torch", "zerolap_conformance")
     from zerolap_conformance.compare import differences
 
-    lines, is_worse = differences(_verdict_of(before), _verdict_of(after))
-    typer.echo("\n".join(lines) or "no difference")
+    old, new = _verdict_of(before), _verdict_of(after)
+    try:
+        lines, is_worse = differences(old, new)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise fail(f"one of the two is not a verdict of schema 1: {error!r}", code=2) from error
+    typer.echo("\n".join(map(printable, lines)) or "no difference")
     raise typer.Exit(int(is_worse))
 
 
@@ -139,7 +145,7 @@ def backend(
 
 def _verdict_of(path: Path) -> dict[str, Any]:
     try:
-        read = json.loads(path.read_text())
+        read = read_json(path, largest=_LARGEST_VERDICT, follows_links=True)
     except (OSError, ValueError) as error:
         raise fail(f"{path} cannot be read as a verdict: {error}", code=2) from error
     if not isinstance(read, dict) or read.get("schema") != 1:
