@@ -54,7 +54,7 @@ def test_a_report_gives_shares_by_tier_and_misses_by_reason() -> None:
     assert "missed, 1: broadcast: hangs (nth)\n    #2 host broadcast, if nth(3): hangs(None)" in said
 
 
-@pytest.mark.breakers
+@pytest.mark.soak
 def test_drawn_faults_are_caught() -> None:
     build.build()
     catches = list(run(draws(NUM_DRAWN, seed=SEED), tier=3, is_quick=True))
