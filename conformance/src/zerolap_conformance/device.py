@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from zerolap import Adapter, Capabilities
 from zerolap._torch import devices_with_fused_kernels
+from zerolap_conformance.cuts import stepped
 from zerolap_conformance.exchanges import MOVED, can_hold
 from zerolap_conformance.requirements import NotDeclaredError, requirement
 from zerolap_conformance.support import busy, device_of, expect, expect_equal, own_group
@@ -105,31 +105,8 @@ def cuts_exactly(adapter: Adapter) -> None:
     for name, make in makers.items():
         for dtype in (torch.float32, torch.bfloat16):
             for at in (cut, 5 * cut, numel // 2 // cut * cut):
-                whole, pieces = _stepped(make, device, numel, at, dtype)
+                whole, pieces = stepped(make, device, numel, [at], dtype)
                 expect_equal(pieces, whole, f"{name} in {dtype}, cut at {at}")
-
-
-def _stepped(
-    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
-    device: torch.device,
-    numel: int,
-    at: int,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    dice = torch.Generator().manual_seed(0)
-    start = torch.randn(numel, generator=dice).to(dtype)
-    gradients = [torch.randn(numel, generator=dice).to(dtype) for _ in range(5)]
-    results = []
-    for ends in ([0, numel], [0, at, numel]):
-        memory = start.clone().to(device)
-        params = [nn.Parameter(memory[a:b]) for a, b in pairwise(ends)]
-        optimizer = make(params)
-        for gradient in gradients:
-            for param, (a, b) in zip(params, pairwise(ends), strict=True):
-                param.grad = gradient[a:b].to(device, copy=True)
-            optimizer.step()
-        results.append(memory)
-    return results[0], results[1]
 
 
 @requirement("DEV-8", "Double precision is computed with and reduced.", tier=0, capability="has_float64", min_ranks=2)

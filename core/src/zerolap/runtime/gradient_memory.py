@@ -140,7 +140,8 @@ class GradientMemory:
         self._ddp = weakref.ref(ddp)
         self._most_bytes = _MOST_UNREDUCED * ddp.bucket_bytes_cap
         self.waits_on_host = waits_on_host  # what one thread has waited for is done for all
-        all_bytes = sum(param.nbytes for param in ddp.parameters() if param.requires_grad)
+        sizes = [param.nbytes for param in ddp.parameters() if param.requires_grad]
+        all_bytes = sum(sizes)
         part_bytes = all_bytes // ddp.process_group.size()
         self._most_kept_bytes = min(self._most_bytes + min(part_bytes, _MOST_KEPT_BYTES), all_bytes // 2)
         self._large_bytes = max(self._most_bytes, all_bytes // 4)
@@ -163,7 +164,6 @@ class GradientMemory:
         self.peak_bytes = 0  # of DDP's buckets at once
         self._last: _Gradient | None = None  # that has come, in this backward
         # Beside the buckets: gradients that DDP has not copied yet, and the first of those that add up.
-        sizes = [param.nbytes for param in ddp.parameters() if param.requires_grad]
         self._own_bytes = max(sizes, default=0) + _bytes_of_tied(ddp.module)
         self.shard_bytes: dict[int, int] = {}  # of this rank's part of each bucket
 
